@@ -1,5 +1,5 @@
-"""Prints the folder of the headers that jaxlib ships and its version, separated by a semicolon: of the jaxlib folder that
-is named, or else of this Python's."""
+"""Prints the folder of the headers that jaxlib ships and its version, separated by a semicolon: of the jaxlib folder
+that is named, or else of this Python's."""
 
 import importlib.metadata
 import importlib.util

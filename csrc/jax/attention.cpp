@@ -113,9 +113,10 @@ void run_flex(const Device& device, const FlexCustomCall& given, ffi::RemainingA
 #ifdef FUSEGRAD_WITH_CUDA
   const FlexArray& scratch = of_results.next();
   const auto plan = cuda::plan_of(made.call);
-  FUSEGRAD_CHECK(ValueError, plan->scratch.bytes() <= scratch.sizes[0], "flex_attention: a program must run on a GPU "
-                 "like the one that it was lowered for: its calls bring ", scratch.sizes[0],
-                 " bytes of scratch memory, but this one needs ", plan->scratch.bytes());
+  FUSEGRAD_CHECK(ValueError, plan->scratch.bytes() <= scratch.sizes[0],
+                 "flex_attention: a program must run on a GPU "
+                 "like the one that it was lowered for: its calls bring ",
+                 scratch.sizes[0], " bytes of scratch memory, but this one needs ", plan->scratch.bytes());
   cuda::run(*plan, made.call, scratch.data, static_cast<CUstream_st*>(device.stream));
 #endif
 }
@@ -138,9 +139,7 @@ FUSEGRAD_EXPORT(flex_backward)
 FUSEGRAD_EXPORT(flex_tangents)
 
 // The folder of Python's packages, where NVRTC may be.
-extern "C" void fusegrad_jax_packages(const char* folder) {
-  fusegrad::jit::add_front_end({nullptr, nullptr, folder});
-}
+extern "C" void fusegrad_jax_packages(const char* folder) { fusegrad::jit::add_front_end({nullptr, nullptr, folder}); }
 
 #ifdef FUSEGRAD_WITH_CUDA
 
@@ -178,9 +177,10 @@ int64_t scratch_of(const FlexAttributes& attributes, FlexArrays arguments, FlexA
 }  // namespace
 }  // namespace fusegrad::jax
 
-// The bytes of scratch memory of a call on the current GPU, whose kernels begin to be compiled. Where there is an error,
-// -1 (a value), -2 (not implemented) or -3 (any other), and fusegrad_jax_flex_error() says which. `direction`: 0, 1 or 2
-// of a forward, a backward and tangents. `arrays`: the arguments, then the results without the scratch memory.
+// The bytes of scratch memory of a call on the current GPU, whose kernels begin to be compiled. Where there is an
+// error, -1 (a value), -2 (not implemented) or -3 (any other), and fusegrad_jax_flex_error() says which. `direction`:
+// 0, 1 or 2 of a forward, a backward and tangents. `arrays`: the arguments, then the results without the scratch
+// memory.
 extern "C" int64_t fusegrad_jax_flex_scratch(int64_t direction, const char* score_mod, const char* mask_mod,
                                              double scale, double dropout_p, const int64_t* flags,
                                              const int64_t* wanted, int64_t wanted_count, const int64_t* scalars,

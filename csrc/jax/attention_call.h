@@ -1,5 +1,5 @@
-// flex_attention as XLA's custom calls describe it: attributes, and arrays in an order. python/fusegrad/jax/_attention.py
-// makes them.
+// flex_attention as XLA's custom calls describe it: attributes, and arrays in an order.
+// python/fusegrad/jax/_attention.py makes them.
 //
 // Arguments: query, key, value; the score_mod's buffers; the mask_mod's; of a block mask num_blocks and indices of the
 // partial blocks and, if there are such, of the full ones; with dropout a seed of 8 bytes. Then,
@@ -27,12 +27,12 @@ namespace fusegrad::jax {
 struct FlexAttributes {
   std::string_view score_mod, mask_mod;  ///< texts; empty: none
   double scale, dropout_p;
-  bool bshd;                    ///< tensors are [B, S, H, D] in memory, not [B, H, S, D]
-  int64_t lists;                ///< 0, 2 or 4
-  int64_t block_q, block_kv;    ///< of the lists
-  bool max_scores, low;         ///< of a forward; of a backward: max_scores says that their gradient is there
-  bool deterministic;           ///< of a backward
-  bool grad_out, grad_lse;      ///< of a backward: which there are
+  bool bshd;                         ///< tensors are [B, S, H, D] in memory, not [B, H, S, D]
+  int64_t lists;                     ///< 0, 2 or 4
+  int64_t block_q, block_kv;         ///< of the lists
+  bool max_scores, low;              ///< of a forward; of a backward: max_scores says that their gradient is there
+  bool deterministic;                ///< of a backward
+  bool grad_out, grad_lse;           ///< of a backward: which there are
   std::span<const int64_t> wanted;   ///< 1 or 0 of query, key, value and the score_mod's buffers
   std::span<const int64_t> scalars;  ///< one that counts for nothing, then the score_mod's and the mask_mod's, as bits
 };

@@ -126,8 +126,8 @@ struct Handler<Platform, kFunction> {
     return fusegrad::jax::Handler<fusegrad::jax::Platform, fusegrad::jax::name>::handle(frame); \
   }
 #ifdef FUSEGRAD_WITH_CUDA
-#define FUSEGRAD_EXPORT(name)         \
-  FUSEGRAD_EXPORT_ON(cpu, Cpu, name)  \
+#define FUSEGRAD_EXPORT(name)        \
+  FUSEGRAD_EXPORT_ON(cpu, Cpu, name) \
   FUSEGRAD_EXPORT_ON(cuda, Cuda, name)
 #else
 #define FUSEGRAD_EXPORT(name) FUSEGRAD_EXPORT_ON(cpu, Cpu, name)

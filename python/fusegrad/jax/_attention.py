@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
 
 _CAPTURED = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_MOST_HEAD = 256  # on CUDA
 
 
 class AuxRequest(NamedTuple):
@@ -57,9 +56,9 @@ def flex_attention(
     """Attention with scores that a function changes and pairs that another one masks, :func:`fusegrad.flex_attention`
     for JAX.
 
-    ``s = score_mod(scale * query @ key.T)``, ``out = softmax(s) @ value`` over the keys that take part. Memory is linear
-    in the lengths, and everything that the score_mod captures has a gradient: closures over arrays and over tracers, as
-    a bias that a layer makes inside ``jit`` and ``grad``. See docs/jax.md.
+    ``s = score_mod(scale * query @ key.T)``, ``out = softmax(s) @ value`` over the keys that take part. Memory is
+    linear in the lengths, and everything that the score_mod captures has a gradient: closures over arrays and over
+    tracers, as a bias that a layer makes inside ``jit`` and ``grad``. See docs/jax.md.
 
     Args:
         query: ``[B, H, M, D]``; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D and E are at most 256.
@@ -71,17 +70,19 @@ def flex_attention(
         scale: a Python number, ``1 / sqrt(D)`` by default.
         enable_gqa: lets H be a multiple of Hkv.
         layout: 'BHSD', or 'BSHD' for query ``[B, M, H, D]``, key, value and output likewise: neither is copied.
-        return_aux: ``AuxRequest(lse=True, max_scores=True)``: also returns lse, log(sum(exp(s))), and the largest s, each
-            ``[B, H, M]`` in both layouts, float32 (float64 for float64), differentiable, -inf where no key takes part.
+        return_aux: ``AuxRequest(lse=True, max_scores=True)``: also returns lse, log(sum(exp(s))), and the largest s,
+            each ``[B, H, M]`` in both layouts, float32 (float64 for float64), differentiable, -inf where no key takes
+            part.
         deterministic: on CUDA: whether gradients must be the same bits in every run; None: as
             ``--xla_gpu_deterministic_ops`` in XLA_FLAGS says. The CPU's always are.
         dropout_p: of each pair, the probability that its weight becomes 0; the other weights are divided by
             ``1 - dropout_p``. At least 0 and less than 1; lse and max_scores are those without.
-        dropout_key: a key of :func:`jax.random.key`, which says what pairs are dropped; needed where dropout_p is not 0.
+        dropout_key: a key of :func:`jax.random.key`, which says what pairs are dropped; needed where dropout_p is not
+            0.
 
     Returns:
-        ``[B, H, M, E]`` (``[B, M, H, E]``) in the query's dtype; 0 where no key takes part. With return_aux a pair of it
-        and an :class:`AuxOutput`.
+        ``[B, H, M, E]`` (``[B, M, H, E]``) in the query's dtype; 0 where no key takes part. With return_aux a pair of
+        it and an :class:`AuxOutput`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as ``fusegrad.jax.flex_attention: what must hold, but got <value>``,
@@ -134,9 +135,7 @@ def _tensor(name: str, given: Any) -> jax.Array:
     return x
 
 
-def _lengths(
-    q: jax.Array, k: jax.Array, v: jax.Array, bshd: bool, enable_gqa: bool
-) -> tuple[int, int, int, int, int]:
+def _lengths(q: jax.Array, k: jax.Array, v: jax.Array, bshd: bool, enable_gqa: bool) -> tuple[int, int, int, int, int]:
     """B, H, M, N and E of arguments that fit one another."""
     heads, length = (2, 1) if bshd else (1, 2)
     for name, x in (("key", k), ("value", v)):
@@ -175,8 +174,8 @@ def _mod(name: str, given: Any, trace: Callable[[Any], Mod], dtype: Any) -> Mod:
         x = _check.array(OP, f"{name}'s captured array {i}", buffer)
         if x.dtype.name not in _CAPTURED or (x.dtype == jnp.float64 and name == "score_mod" and dtype != x.dtype):
             raise TypeError(
-                f"{OP}: {name}'s captured arrays must be floating (float64 with a float64 query alone), integers of up to "
-                f"64 bits or uint8, or bool, but got {x.dtype.name}{list(x.shape)}"
+                f"{OP}: {name}'s captured arrays must be floating (float64 with a float64 query alone), int8 to int64, "
+                f"uint8 or bool, but got {x.dtype.name}{list(x.shape)}"
             )
         buffers.append(x)
     return Mod(mod.text.replace("\n", ";"), tuple(buffers), tuple(mod.scalars))

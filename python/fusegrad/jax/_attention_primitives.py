@@ -19,12 +19,16 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from fusegrad._C import score_mod as _language
+
 from ._attention_call import OP, Call, Flags, fold, fold_rows, moved, unfold
 from ._library import FLEX_FLAGS, build_has_cuda, flex_scratch
 from ._manual import zeros
+from ._score_mod import TraceError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _FORWARD, _BACKWARD, _TANGENTS = range(3)
+MOST_HEAD = 256  # on CUDA
 _TARGETS = ("fusegrad_flex_forward", "fusegrad_flex_backward", "fusegrad_flex_tangents")
 
 
@@ -216,15 +220,38 @@ def _number_of(aval: Any) -> tuple[int, tuple[int, ...]]:
     return _DTYPES.index(name), aval.shape
 
 
+def _check_cuda(avals: Sequence[Any]) -> None:
+    if not build_has_cuda:
+        raise NotImplementedError(
+            f"{OP}: fusegrad must be built with CUDA for a program on a GPU, but was built without: see docs/jax.md"
+        )
+    query, _, value = avals[:3]
+    if query.dtype == jnp.float64:
+        raise NotImplementedError(f"{OP}: query must be bfloat16, float16 or float32 on CUDA, but got float64")
+    for name, x in (("query", query), ("value", value)):
+        if x.shape[3] > MOST_HEAD:
+            raise NotImplementedError(
+                f"{OP}: {name} must have a head size of at most {MOST_HEAD} on CUDA, but got {x.shape[3]}"
+            )
+
+
+def _check_size(text: str, wanted: Any) -> None:
+    """TraceError where the kernel of a score_mod, or of its derivative, would be too large."""
+    if not text:
+        return
+    try:
+        _language.check_kernel_size(text, None if wanted is None else tuple(bool(w) for w in wanted[3:]))
+    except ValueError as error:
+        raise TraceError(f"{OP}: {error}") from None
+
+
 def _custom_call(
     cuda: bool, direction: int, ctx: Any, avals_in: Any, operands: Any, avals_out: Any, attributes: dict[str, Any]
 ) -> Any:
     scratch = []
     if cuda:
-        if avals_in[0].dtype == jnp.float64:
-            raise NotImplementedError(
-                f"{OP}: query must be bfloat16, float16 or float32 on CUDA, but got float64"
-            )
+        _check_cuda(avals_in)
+        _check_size(attributes["score_mod"], attributes["wanted"] if direction == _BACKWARD else None)
         numbers = {name: int(attributes[name]) for name in FLEX_FLAGS}
         size = flex_scratch(
             direction, {**attributes, **numbers}, [*map(_number_of, avals_in)], [*map(_number_of, avals_out)]
@@ -278,5 +305,4 @@ for _primitive_of, _rule in (
     (backward_p, _backward_lowering),
 ):
     mlir.register_lowering(_primitive_of, functools.partial(_rule, False), platform="cpu")
-    if build_has_cuda:
-        mlir.register_lowering(_primitive_of, functools.partial(_rule, True), platform="cuda")
+    mlir.register_lowering(_primitive_of, functools.partial(_rule, True), platform="cuda")

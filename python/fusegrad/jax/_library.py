@@ -78,11 +78,12 @@ _ERRORS = {-1: ValueError, -2: NotImplementedError, -3: RuntimeError}
 if build_has_cuda:
     _integers = ctypes.POINTER(ctypes.c_int64)
     _library.fusegrad_jax_flex_scratch.restype = ctypes.c_int64
-    _library.fusegrad_jax_flex_scratch.argtypes = [
-        *[ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_double, ctypes.c_double, _integers],
-        *[_integers, ctypes.c_int64] * 2,
-        *[_integers, ctypes.c_int64, ctypes.c_int64],
-    ]
+    _text, _float, _count = ctypes.c_char_p, ctypes.c_double, ctypes.c_int64
+    _library.fusegrad_jax_flex_scratch.argtypes = (
+        *(_count, _text, _text, _float, _float, _integers),
+        *(_integers, _count, _integers, _count),
+        *(_integers, _count, _count),
+    )
     _library.fusegrad_jax_flex_error.restype = ctypes.c_char_p
 
 
@@ -107,5 +108,6 @@ def flex_scratch(
         )
     )
     if found < 0:
-        raise _ERRORS[found](_library.fusegrad_jax_flex_error().decode())
+        message = _library.fusegrad_jax_flex_error().decode()
+        raise _ERRORS[found]("fusegrad.jax." + message if message.startswith("flex_attention: ") else message)
     return found

@@ -93,7 +93,8 @@ def plain(
         scores = over_pairs(mod, True)(scores, b, h, i, j).astype(acc)
     if mask is not None:
         scores = jnp.where(over_pairs(mask, False)(b, h, i, j), scores, -jnp.inf)
-    top = scores.max(-1)
+    # By its place: XLA computes scores again, rounded in another way, and max's own derivative then finds none equal.
+    top = jnp.take_along_axis(scores, scores.argmax(-1)[..., None], -1)[..., 0]
     some = top > -jnp.inf
     weights = jnp.where(some[..., None], jnp.exp(scores - jnp.where(some, top, 0)[..., None]), 0)
     total = weights.sum(-1)
@@ -364,7 +365,8 @@ def test_nothing(device: str) -> None:
         out, lse, top = attend(q, k, v)
         assert out.shape == (B, H, M, 5) and not np.asarray(out).any()
         assert np.isneginf(np.asarray(lse)).all() and np.isneginf(np.asarray(top)).all()
-        for g, x in zip(jax.grad(lambda *x: flex_attention(*x).sum(), (0, 1, 2))(q, k, v), (q, k, v), strict=True):
+        gradients = jax.grad(lambda *x: flex_attention(*x).sum(), (0, 1, 2))(q, k, v)
+        for g, x in zip(gradients, (q, k, v), strict=True):
             assert g.shape == x.shape and not np.asarray(g).any()
 
 
@@ -392,7 +394,7 @@ def close(device: str, found: Any, right: Any) -> None:
 
 @everywhere
 def test_any_number_of_vjps_are_bitwise_equal(device: str) -> None:
-    ours, _, inputs, weights = case(device, "float32")
+    _, _, inputs, weights = case(device, "float32")
     deterministic = partial(flex_attention, deterministic=True)
 
     def run(q: Any, k: Any, v: Any, pair: Any, of_key: Any) -> Any:
@@ -464,7 +466,7 @@ def test_nested_vmap() -> None:
 def test_jacobian() -> None:
     ours, formula, inputs, _ = case()
     for transform in (jax.jacrev, jax.jacfwd):
-        part = lambda f: transform(lambda b: f(*inputs[:3], b, inputs[4])[0, 0, 0, :3])(inputs[3])  # noqa: B023, E731
+        part = lambda f: jax.jit(transform(lambda b: f(*inputs[:3], inputs[3], b)[0, 0, 0, :3]))(inputs[4])  # noqa: E731
         close("cpu", part(ours), part(formula))
 
 
@@ -642,9 +644,9 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
 
 def test_a_captured_array_of_another_dtype() -> None:
     q = jnp.ones((1, 1, 4, 8), jnp.float32)
-    for wrong in (jnp.ones(4, jnp.uint32), jnp.ones(4, jnp.complex64)):
-        with pytest.raises(Exception, match=OP):
-            flex_attention(q, q, q, lambda s, b, h, i, j, wrong=wrong: s + wrong[j].real)
+    for wrong, what in ((jnp.ones(4, jnp.complex64), "complex64"), (jnp.ones(4, jnp.float64), "float64")):
+        with pytest.raises(Exception, match=f"{OP}: .*{what}"):
+            flex_attention(q, q, q, lambda s, b, h, i, j, wrong=wrong: (s + wrong[j].real).astype(jnp.float32))
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
