@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT
 
+from ..._tracing.names import words
 from ..._tracing.ops import ELEMENTWISE as OF_TORCH
 from .errors import Refused
 from .values import Trace, category
@@ -47,10 +48,12 @@ def _register(*names: str) -> Callable[[Emit], Emit]:
     return decorate
 
 
-_SAME = """
-    abs neg sign sqrt rsqrt exp exp2 expm1 log log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf
+_SAME = words(
+    """
+    abs neg sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf
     erfc floor ceil square atan2 hypot
-""".split()
+    """
+)
 _RENAMED = {"logistic": "sigmoid", "not": "not", "xor": "xor"}
 
 
@@ -202,7 +205,7 @@ def _is_finite(s: Scalars, a: int) -> int:
 
 def _truth_or_bits(op: str) -> Emit:
     def emit(s: Scalars, a: int, b: int) -> int:
-        t, g = s.trace, s.trace.g
+        g = s.trace.g
         if g.type(a) == BOOL:
             for x, y in ((a, b), (b, a)):
                 value = g.value(x)
@@ -220,7 +223,7 @@ def _within_bits(s: Scalars, by: int, shifted: int, beyond: int) -> int:
     """XLA's shift by a type's width or more gives `beyond`; by a negative number too."""
     t, g = s.trace, s.trace.g
     low, high = t.bounds(by)
-    if 0 <= low and high < s.bits:
+    if low >= 0 and high < s.bits:
         return shifted
     outside = g.apply("or", t.compared("lt", by, t.zero), t.compared("ge", by, g.constant(s.bits)))
     return t.where(outside, beyond, shifted)

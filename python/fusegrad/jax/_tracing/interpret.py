@@ -1,7 +1,7 @@
 """A walk over a jaxpr, in which each equation becomes a value of the trace.
 
-What depends on nothing but captured arrays JAX computes itself, before the call and with its own derivatives; of the rest
-there is a term where it is asked for.
+What depends on nothing but captured arrays JAX computes itself, before the call and with its own derivatives; of the
+rest there is a term where it is asked for.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ _CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
     "custom_vjp_call_jaxpr": _custom,
-    **{name: scatter for name in ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul")},
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"), scatter),
 }
 
 SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED, "iota"})

@@ -11,6 +11,7 @@ import numpy as np
 
 from fusegrad._C.score_mod import FLOAT, INT
 
+from ..._tracing.names import words
 from .values import Index, Rule, Trace, Value, category
 
 __all__ = ["LAYOUT", "VIEWS", "linear", "unlinear"]
@@ -18,7 +19,7 @@ __all__ = ["LAYOUT", "VIEWS", "linear", "unlinear"]
 Layout = Callable[..., Rule]
 LAYOUT: dict[str, Layout] = {}
 """(trace, parameters, the result's shape, *operands) -> the rule of the result."""
-VIEWS = frozenset("broadcast_in_dim transpose squeeze expand_dims reshape slice rev".split())
+VIEWS = words("broadcast_in_dim transpose squeeze expand_dims reshape slice rev")
 """Those that only name the elements of their one operand otherwise."""
 
 

@@ -1,9 +1,9 @@
 """What a traced function computes with: arrays as functions from indices to terms of the graph.
 
-An operation on arrays says which term stands at an index, and nothing is computed before it is asked for: a transposed
-array asks at permuted indices, a product of matrices sums over an axis of the language at whose variable it asks both
-factors. An index is itself a term: a number, what the function computes, or the variable of an axis. So no array is ever
-written out, and whatever indexes what is one thing.
+An operation on arrays says which term stands at an index, and nothing is computed before it is asked for: a
+transposed array asks at permuted indices, a product of matrices sums over an axis of the language at whose variable it
+asks both factors. An index is itself a term: a number, what the function computes, or the variable of an axis. So no
+array is ever written out, and whatever indexes what is one thing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_EXTENT, MAX_RANK, graph
 
+from ..._tracing.names import words
 from ..._tracing.ops import Bounds, bounds, wrapped
 from .errors import OneByOne, Refused
 
@@ -33,7 +34,7 @@ MAX_UNROLLED = 64
 _MAX_CONSTANTS = 64
 """Numbers that the function itself writes down are part of the text up to so many."""
 
-_DTYPES = frozenset("float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split())
+_DTYPES = words("float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool")
 
 
 def category(dtype: Any) -> int:
@@ -87,8 +88,8 @@ class Value:
 
 
 class Known(Value):
-    """An array that depends on no index and no score: JAX has it. `view`: of which other one it is another layout, whose
-    elements are read; `literal`: it depends on nothing from outside."""
+    """An array that depends on no index and no score: JAX has it. `view`: of which other one it is another layout,
+    whose elements are read; `is_literal`: it depends on nothing from outside."""
 
     def __init__(
         self,
