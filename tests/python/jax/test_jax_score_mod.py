@@ -1,4 +1,4 @@
-"""JAX's score_mods and mask_mods in the language: values and derivatives of their texts against JAX's own of the function."""
+"""JAX's score_mods and mask_mods in the language: values and derivatives against JAX's own of the functions."""
 
 from __future__ import annotations
 

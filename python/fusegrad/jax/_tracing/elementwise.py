@@ -50,8 +50,8 @@ def _register(*names: str) -> Callable[[Emit], Emit]:
 
 _SAME = words(
     """
-    abs neg sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf
-    erfc floor ceil square atan2 hypot
+    abs neg sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh
+    erf erfc floor ceil square atan2 hypot
     """
 )
 _RENAMED = {"logistic": "sigmoid", "not": "not", "xor": "xor"}
@@ -119,6 +119,8 @@ def _extreme(op: str, of_bools: str) -> Emit:
                 return a if op == "min" else b
             if b_high <= a_low:
                 return b if op == "min" else a
+            if op == "max" and -math.inf in (g.value(a), g.value(b)):
+                return b if g.value(a) == -math.inf else a
         return g.apply(op, a, b)
 
     return emit
@@ -164,6 +166,20 @@ def _pow(s: Scalars, a: int, b: int) -> int:
 def _integer_pow(s: Scalars, a: int) -> int:
     g, n = s.trace.g, s.params["y"]
     return g.apply("pow", a, g.constant(n if g.type(a) == INT else float(n)))
+
+
+@_register("one_minus_square")
+def _one_minus_square(s: Scalars, a: int) -> int:
+    g = s.trace.g
+    return g.apply("sub", g.cast(g.constant(1), g.type(a)), g.apply("square", a))
+
+
+@_register("polynomial")
+def _polynomial(s: Scalars, a: int, *coefficients: int) -> int:
+    g, total = s.trace.g, coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        total = g.apply("add", g.apply("mul", total, a), coefficient)
+    return total
 
 
 @_register("cbrt")
@@ -279,6 +295,6 @@ def _stop_gradient(s: Scalars, a: int) -> int:
     return g.apply("detach", a) if g.type(a) == FLOAT else a
 
 
-@_register("copy", "copy_p", "pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard")
+@_register("copy", "copy_p", "name", "real", "pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard")
 def _identity(s: Scalars, a: int) -> int:
     return a

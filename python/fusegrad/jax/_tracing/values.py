@@ -146,7 +146,7 @@ def _number(trace: Trace, array: np.ndarray, index: Index) -> int | None:
 class Trace:
     """The graph, and the arrays that it reads."""
 
-    def __init__(self, kind: str, sizes: Sequence[int] | None) -> None:
+    def __init__(self, kind: str, sizes: Sequence[int | None] | None) -> None:
         self.g = graph(kind)
         self.zero = self.g.constant(0)
         self.buffers: list[Any] = []
@@ -156,7 +156,8 @@ class Trace:
         """What is known of terms' values beside what the graph says."""
         self.in_backward = False
         for name, size in zip(("b", "h", "q_idx", "kv_idx"), sizes or (), strict=False):
-            self.known[self.g.input(name)] = (0, max(size - 1, 0))
+            if size is not None:
+                self.known[self.g.input(name)] = (0, max(size - 1, 0))
 
     # --- terms ---
 
@@ -190,6 +191,13 @@ class Trace:
         if value is not None:
             return self.g.constant(value * number)
         return a if number == 1 else self.g.apply("mul", a, self.g.constant(number))
+
+    def modulo(self, a: int, number: int) -> int:
+        low, high = self.bounds(a)
+        if low >= 0 and high < number:
+            return a
+        value = self.g.value(a)
+        return self.g.apply("mod", a, self.g.constant(number)) if value is None else self.g.constant(value % number)
 
     def compared(self, op: str, a: int, b: int) -> int:
         """A comparison; of integers a constant where their bounds decide."""
