@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_LENGTH, Graph
 
+from .names import words
+
 __all__ = ["ELEMENTWISE", "FOLDS", "bounds", "checked", "inside", "wrapped"]
 
 ELEMENTWISE: dict[str, Callable[..., int]] = {}
@@ -36,10 +38,12 @@ def _scaled(g: Graph, term: int, alpha: int) -> int:
 
 # --- the same under the same or another name ------------------------------------------------------------------
 
-_UNARY = """
+_UNARY = words(
+    """
     neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf erfc sin cos tan atan asin acos
     sinh cosh asinh acosh atanh floor ceil trunc
-""".split()
+    """
+)
 _BINARY = {
     "remainder": "mod",
     "floor_divide": "floor_div",

@@ -34,12 +34,12 @@ def trace_score_mod(
     score_mod: Callable[..., Any] | None,
     *,
     score_dtype: Any = jnp.float32,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int | None] | None = None,
     op: str = _OP,
 ) -> Mod:
     """A score_mod ``(score, b, h, q_idx, kv_idx) -> score`` in the language. It is traced by JAX as a function of
     scalars; ``sizes``, the numbers of batches, heads, queries and keys that the indices are below, say which reads are
-    in range without being clamped: without them nearly none.
+    in range without being clamped: without them nearly none. None stands for any number.
 
     Raises:
         TraceError: ``op: score_mod: what it must not do; what to write instead``, with the line.
@@ -48,7 +48,9 @@ def trace_score_mod(
     return _trace("score_mod", score_mod, ("score", *_INDICES), (scores, *_places()), sizes, op)
 
 
-def trace_mask_mod(mask_mod: Callable[..., Any] | None, *, sizes: Sequence[int] | None = None, op: str = _OP) -> Mod:
+def trace_mask_mod(
+    mask_mod: Callable[..., Any] | None, *, sizes: Sequence[int | None] | None = None, op: str = _OP
+) -> Mod:
     """A mask_mod ``(b, h, q_idx, kv_idx) -> bool`` in the language, see :func:`trace_score_mod`."""
     return _trace("mask_mod", mask_mod, _INDICES, _places(), sizes, op)
 
@@ -61,14 +63,16 @@ def _places() -> tuple[Any, ...]:
 
 
 def _trace(
-    kind: str, function: Any, names: Sequence[str], types: Sequence[Any], sizes: Sequence[int] | None, op: str
+    kind: str, function: Any, names: Sequence[str], types: Sequence[Any], sizes: Sequence[int | None] | None, op: str
 ) -> Mod:
     if function is None:
         return Mod("", (), ())
+    if isinstance(function, Mod):
+        return function
     if not callable(function):
         raise TypeError(f"{op}: {kind} must be a function, but got {type(function).__name__}")
-    if sizes is not None and not all(0 <= n <= MAX_LENGTH for n in sizes):
-        raise ValueError(f"{op}: sizes must be at most {MAX_LENGTH}, but got {list(sizes)}")
+    if not all(n is None or 0 <= n <= MAX_LENGTH for n in sizes or ()):
+        raise ValueError(f"{op}: sizes must be at most {MAX_LENGTH}, but got {list(sizes or ())}")
     closed = _jaxpr(kind, function, types, op)
     _check_result(kind, closed, op)
     t = Trace(kind, sizes)
@@ -85,7 +89,6 @@ def _trace(
 
 
 def _jaxpr(kind: str, function: Any, types: Sequence[Any], op: str) -> Any:
-    # jax.make_jaxpr asks for a name, which objects with __call__ and partials may not have.
     def call(*args: Any) -> Any:
         return function(*args)
 
@@ -97,7 +100,7 @@ def _jaxpr(kind: str, function: Any, types: Sequence[Any], op: str) -> Any:
             f"lax.cond, for a branch, and jnp's functions for Python's\n{error}"
         ) from error
     except Exception as error:
-        error.add_note(f"{op}: while the {kind} was traced")
+        error.add_note(f"{op}: while the {kind} was traced")  # type: ignore[attr-defined]  # JAX needs Python 3.11
         raise
 
 

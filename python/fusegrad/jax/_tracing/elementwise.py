@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT
 
+from ..._tracing.names import words
 from ..._tracing.ops import ELEMENTWISE as OF_TORCH
 from .errors import Refused
 from .values import Trace, category
@@ -47,10 +48,12 @@ def _register(*names: str) -> Callable[[Emit], Emit]:
     return decorate
 
 
-_SAME = """
-    abs neg sign sqrt rsqrt exp exp2 expm1 log log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh erf
-    erfc floor ceil square atan2 hypot
-""".split()
+_SAME = words(
+    """
+    abs neg sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh
+    erf erfc floor ceil square atan2 hypot
+    """
+)
 _RENAMED = {"logistic": "sigmoid", "not": "not", "xor": "xor"}
 
 
@@ -116,6 +119,8 @@ def _extreme(op: str, of_bools: str) -> Emit:
                 return a if op == "min" else b
             if b_high <= a_low:
                 return b if op == "min" else a
+            if op == "max" and -math.inf in (g.value(a), g.value(b)):
+                return b if g.value(a) == -math.inf else a
         return g.apply(op, a, b)
 
     return emit
@@ -163,6 +168,20 @@ def _integer_pow(s: Scalars, a: int) -> int:
     return g.apply("pow", a, g.constant(n if g.type(a) == INT else float(n)))
 
 
+@_register("one_minus_square")
+def _one_minus_square(s: Scalars, a: int) -> int:
+    g = s.trace.g
+    return g.apply("sub", g.cast(g.constant(1), g.type(a)), g.apply("square", a))
+
+
+@_register("polynomial")
+def _polynomial(s: Scalars, a: int, *coefficients: int) -> int:
+    g, total = s.trace.g, coefficients[-1]
+    for coefficient in reversed(coefficients[:-1]):
+        total = g.apply("add", g.apply("mul", total, a), coefficient)
+    return total
+
+
 @_register("cbrt")
 def _cbrt(s: Scalars, a: int) -> int:
     g = s.trace.g
@@ -202,7 +221,7 @@ def _is_finite(s: Scalars, a: int) -> int:
 
 def _truth_or_bits(op: str) -> Emit:
     def emit(s: Scalars, a: int, b: int) -> int:
-        t, g = s.trace, s.trace.g
+        g = s.trace.g
         if g.type(a) == BOOL:
             for x, y in ((a, b), (b, a)):
                 value = g.value(x)
@@ -220,7 +239,7 @@ def _within_bits(s: Scalars, by: int, shifted: int, beyond: int) -> int:
     """XLA's shift by a type's width or more gives `beyond`; by a negative number too."""
     t, g = s.trace, s.trace.g
     low, high = t.bounds(by)
-    if 0 <= low and high < s.bits:
+    if low >= 0 and high < s.bits:
         return shifted
     outside = g.apply("or", t.compared("lt", by, t.zero), t.compared("ge", by, g.constant(s.bits)))
     return t.where(outside, beyond, shifted)
@@ -276,6 +295,6 @@ def _stop_gradient(s: Scalars, a: int) -> int:
     return g.apply("detach", a) if g.type(a) == FLOAT else a
 
 
-@_register("copy", "copy_p", "pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard")
+@_register("copy", "copy_p", "name", "real", "pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard")
 def _identity(s: Scalars, a: int) -> int:
     return a

@@ -1,7 +1,7 @@
 """A walk over a jaxpr, in which each equation becomes a value of the trace.
 
-What depends on nothing but captured arrays JAX computes itself, before the call and with its own derivatives; of the rest
-there is a term where it is asked for.
+What depends on nothing but captured arrays JAX computes itself, before the call and with its own derivatives; of the
+rest there is a term where it is asked for.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
+from ..._tracing.names import words
 from .custom import custom_call
 from .elementwise import ELEMENTWISE, Scalars
 from .errors import Refused, of_jax
 from .layout import LAYOUT, VIEWS
 from .reductions import REDUCTIONS
-from .scatter import scatter
+from .scatter import SCATTERS, scatter
 from .values import MAX_UNROLLED, Index, Known, Rule, Trace, Value, category
 
 __all__ = ["SUPPORTED", "interpret"]
@@ -114,10 +115,21 @@ def _rules(t: Trace, name: str, params: Any, operands: list[Value], avals: Seque
 # --- what JAX computes ----------------------------------------------------------------------------------------
 
 
+_OF_MESHES = words(
+    """
+    psum psum_invariant pmax pmin ppermute pbroadcast all_gather all_gather_invariant all_to_all reduce_scatter
+    pvary pcast sharding_constraint mesh_cast reshard
+    """
+)
+
+
 def _known(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     """The results of an equation of known arrays."""
     avals = [var.aval for var in equation.outvars]
-    is_literal = all(x.is_literal for x in operands if isinstance(x, Known))
+    # What a mesh's axes have to do with is no number.
+    is_literal = all(x.is_literal for x in operands if isinstance(x, Known)) and (
+        equation.primitive.name in ("iota", "empty") if not operands else equation.primitive.name not in _OF_MESHES
+    )
     made: list[Any] = []
 
     def make() -> list[Any]:
@@ -167,7 +179,8 @@ _INLINED = {
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
-    "custom_lin": "jaxpr",
+    "composite": "jaxpr",
+    "custom_vmap_call": "call",
 }
 
 
@@ -261,6 +274,33 @@ def _element(t: Trace, x: Value, step: int, equation: Any) -> Value:
     return Value(t, x.shape[1:], x.dtype, rule, equation)
 
 
+def _unstack(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    (x,), d = operands, equation.params["axis"] % len(operands[0].shape)
+    results = []
+    for k, var in enumerate(equation.outvars):
+
+        def rule(index: Index, k: int = k) -> int:
+            return x.at((*index[:d], t.g.constant(k), *index[d:]))
+
+        results.append(Value(t, var.aval.shape, var.aval.dtype, rule, equation))
+    return results
+
+
+def _while(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    """Step by step, where the number of steps is known."""
+    params = equation.params
+    of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+    test, body, carry = operands[:of_test], operands[of_test : of_test + of_body], operands[of_test + of_body :]
+    for _ in range(MAX_UNROLLED + 1):
+        (going,) = interpret(t, params["cond_jaxpr"], [*test, *carry])
+        if not (isinstance(going, Known) and going.is_literal):
+            raise _refused(equation, "runs until a value says so", "use a number of steps: lax.fori_loop(0, 8, ...)")
+        if not bool(going.array):
+            return list(carry)
+        carry = interpret(t, params["body_jaxpr"], [*body, *carry])
+    raise _refused(equation, f"has more than {MAX_UNROLLED} steps", "use fewer, or sums and products of matrices")
+
+
 def _split(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     (x,), d = operands, equation.params["axis"]
     results, start = [], 0
@@ -281,12 +321,15 @@ def _custom(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
 _CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
     "cond": _cond,
     "scan": _scan,
+    "while": _while,
     "split": _split,
+    "unstack": _unstack,
     "optimization_barrier": lambda t, equation, operands: operands,
+    "device_put": lambda t, equation, operands: operands,
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
     "custom_vjp_call_jaxpr": _custom,
-    **{name: scatter for name in ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul")},
+    **dict.fromkeys(SCATTERS, scatter),
 }
 
 SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED, "iota"})

@@ -11,6 +11,7 @@ import numpy as np
 
 from fusegrad._C.score_mod import FLOAT, INT
 
+from ..._tracing.names import words
 from .values import Index, Rule, Trace, Value, category
 
 __all__ = ["LAYOUT", "VIEWS", "linear", "unlinear"]
@@ -18,7 +19,7 @@ __all__ = ["LAYOUT", "VIEWS", "linear", "unlinear"]
 Layout = Callable[..., Rule]
 LAYOUT: dict[str, Layout] = {}
 """(trace, parameters, the result's shape, *operands) -> the rule of the result."""
-VIEWS = frozenset("broadcast_in_dim transpose squeeze expand_dims reshape slice rev".split())
+VIEWS = words("broadcast_in_dim broadcast_to tile transpose squeeze expand_dims reshape slice rev")
 """Those that only name the elements of their one operand otherwise."""
 
 
@@ -34,6 +35,20 @@ def _register(name: str) -> Callable[[Layout], Layout]:
 def _broadcast(t: Trace, params: dict[str, Any], shape: Sequence[int], x: Value, *sizes: Value) -> Rule:
     dims = params["broadcast_dimensions"]
     return lambda index: x.at(tuple(index[d] for d in dims))
+
+
+@_register("broadcast_to")
+def _broadcast_to(t: Trace, params: dict[str, Any], shape: Sequence[int], x: Value, *sizes: Value) -> Rule:
+    return lambda index: x.at(index[len(shape) - len(x.shape) :])
+
+
+@_register("tile")
+def _tile(t: Trace, params: dict[str, Any], shape: Sequence[int], x: Value) -> Rule:
+    def rule(index: Index) -> int:
+        # A single element has index 0 whatever is asked for.
+        return x.at(tuple(t.modulo(i, n) for i, n in zip(index, x.shape, strict=True)))
+
+    return rule
 
 
 @_register("transpose")

@@ -9,16 +9,19 @@ from .errors import Refused
 from .layout import in_range, unlinear
 from .values import MAX_UNROLLED, Index, Trace, Value
 
-__all__ = ["scatter"]
+__all__ = ["SCATTERS", "scatter"]
+
+SCATTERS: dict[str, str | None] = {"scatter": None}
+"""What becomes of an element and an update, where that does not replace it."""
+for _name in ("add", "sub", "mul", "min", "max"):
+    SCATTERS[f"scatter-{_name}"] = SCATTERS[f"scatter_{_name}"] = _name
 
 
 def scatter(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     """An element is what is there and each update that meets it, in order."""
     (x, indices, updates), params = operands, equation.params
     numbers, mode = params["dimension_numbers"], params["mode"].name
-    op = {"scatter-add": "add", "scatter_add": "add", "scatter-mul": "mul", "scatter_mul": "mul"}.get(
-        equation.primitive.name
-    )
+    op = SCATTERS[equation.primitive.name]
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     if batching:
         raise Refused("a scatter with batching dimensions", "write elements one by one")

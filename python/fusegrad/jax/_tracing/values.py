@@ -1,9 +1,9 @@
 """What a traced function computes with: arrays as functions from indices to terms of the graph.
 
-An operation on arrays says which term stands at an index, and nothing is computed before it is asked for: a transposed
-array asks at permuted indices, a product of matrices sums over an axis of the language at whose variable it asks both
-factors. An index is itself a term: a number, what the function computes, or the variable of an axis. So no array is ever
-written out, and whatever indexes what is one thing.
+An operation on arrays says which term stands at an index, and nothing is computed before it is asked for: a
+transposed array asks at permuted indices, a product of matrices sums over an axis of the language at whose variable it
+asks both factors. An index is itself a term: a number, what the function computes, or the variable of an axis. So no
+array is ever written out, and whatever indexes what is one thing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_EXTENT, MAX_RANK, graph
 
+from ..._tracing.names import words
 from ..._tracing.ops import Bounds, bounds, wrapped
 from .errors import OneByOne, Refused
 
@@ -33,7 +34,7 @@ MAX_UNROLLED = 64
 _MAX_CONSTANTS = 64
 """Numbers that the function itself writes down are part of the text up to so many."""
 
-_DTYPES = frozenset("float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split())
+_DTYPES = words("float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool")
 
 
 def category(dtype: Any) -> int:
@@ -87,8 +88,8 @@ class Value:
 
 
 class Known(Value):
-    """An array that depends on no index and no score: JAX has it. `view`: of which other one it is another layout, whose
-    elements are read; `literal`: it depends on nothing from outside."""
+    """An array that depends on no index and no score: JAX has it. `view`: of which other one it is another layout,
+    whose elements are read; `is_literal`: it depends on nothing from outside."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ def _number(trace: Trace, array: np.ndarray, index: Index) -> int | None:
 class Trace:
     """The graph, and the arrays that it reads."""
 
-    def __init__(self, kind: str, sizes: Sequence[int] | None) -> None:
+    def __init__(self, kind: str, sizes: Sequence[int | None] | None) -> None:
         self.g = graph(kind)
         self.zero = self.g.constant(0)
         self.buffers: list[Any] = []
@@ -155,7 +156,8 @@ class Trace:
         """What is known of terms' values beside what the graph says."""
         self.in_backward = False
         for name, size in zip(("b", "h", "q_idx", "kv_idx"), sizes or (), strict=False):
-            self.known[self.g.input(name)] = (0, max(size - 1, 0))
+            if size is not None:
+                self.known[self.g.input(name)] = (0, max(size - 1, 0))
 
     # --- terms ---
 
@@ -189,6 +191,13 @@ class Trace:
         if value is not None:
             return self.g.constant(value * number)
         return a if number == 1 else self.g.apply("mul", a, self.g.constant(number))
+
+    def modulo(self, a: int, number: int) -> int:
+        low, high = self.bounds(a)
+        if low >= 0 and high < number:
+            return a
+        value = self.g.value(a)
+        return self.g.apply("mod", a, self.g.constant(number)) if value is None else self.g.constant(value % number)
 
     def compared(self, op: str, a: int, b: int) -> int:
         """A comparison; of integers a constant where their bounds decide."""
