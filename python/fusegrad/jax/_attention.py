@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,9 @@ import jax.numpy as jnp
 from . import _attention_primitives as primitives
 from . import _check
 from ._attention_call import OP, Call, Text
+from ._block_mask import BlockMask
 from ._manual import alike
 from ._score_mod import Mod, trace_mask_mod, trace_score_mod
-
-if TYPE_CHECKING:
-    from ._block_mask import BlockMask
 
 __all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
 
@@ -189,17 +187,17 @@ def _mask(given: Any, B: int, H: int, M: int, N: int) -> tuple[Mod, list[jax.Arr
     """Its mask_mod, its lists for the rows of blocks that there are, and the block size."""
     if given is None:
         return Mod("", (), ()), [], (1, 1)
-    for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE", "seq_lengths"):
-        if not hasattr(given, name):
-            raise TypeError(f"{OP}: block_mask must be a BlockMask, but got {type(given).__name__}")
+    if not isinstance(given, BlockMask):
+        raise TypeError(
+            f"{OP}: block_mask must be a BlockMask of fusegrad.jax, but got {type(given).__name__}: "
+            "block_mask_from_torch and block_mask_from_dense make one of others"
+        )
     lengths = tuple(given.seq_lengths)
     _check.value(OP, lengths == (M, N), f"block_mask must be made for {M} queries and {N} keys", f"one for {lengths}")
     size = given.BLOCK_SIZE
     block = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
     mask = _mod("mask_mod", given.mask_mod, lambda f: trace_mask_mod(f, sizes=(B, H, M, N)), None)
-    lists = [given.kv_num_blocks, given.kv_indices]
-    if getattr(given, "full_kv_num_blocks", None) is not None:
-        lists += [given.full_kv_num_blocks, given.full_kv_indices]
+    lists = [given.kv_num_blocks, given.kv_indices, given.full_kv_num_blocks, given.full_kv_indices]
     rows = -(-M // block[0])
     checked: list[jax.Array] = []
     for i, x in enumerate(lists):

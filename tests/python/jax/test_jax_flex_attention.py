@@ -23,7 +23,8 @@ jax = pytest.importorskip("jax")
 import fusegrad.jax as fj  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from fusegrad.jax import AuxRequest, flex_attention  # noqa: E402
+from fusegrad.jax import AuxRequest, create_block_mask, flex_attention, varlen_mask  # noqa: E402
+from jax_score_mods import CASES, OWN_DERIVATIVES, Case  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if fj.build_has_cuda and jax.default_backend() == "gpu" else [])]
 everywhere = pytest.mark.parametrize("device", DEVICES)
@@ -255,6 +256,124 @@ def test_mods(device: str, which: Any, dtype: str) -> None:
         return lambda q, k, v, *captured: f(q, k, v, mod(*captured))
 
     compare(with_mod(attend), with_mod(plain), [*tensors(make, n), *captured], upstream_of(make, n))
+
+
+FIELD = Sizes(M=33, N=33, D=8, E=8)
+
+
+def of_case(case: Case, dtype: str, device: str) -> tuple[Any, Any, list[Any], Any]:
+    """The op and the formula of (query, key, value, *captured), these, and the maker of more."""
+    n, make = FIELD, Maker(device, dtype)
+    with jax.default_device(on(device)):
+        captured, mods = case.make(n.B, n.H, n.M, n.N, jnp.dtype(dtype))
+
+    def ours(q: Any, k: Any, v: Any, *captured: Any) -> tuple[Any, Any, Any]:
+        score_mod, mask_mod = mods(*captured)
+        mask = None if mask_mod is None else create_block_mask(mask_mod, n.B, n.H, n.M, n.N, 16)
+        return attend(q, k, v, score_mod, block_mask=mask)
+
+    formula = lambda q, k, v, *captured: plain(q, k, v, *mods(*captured))  # noqa: E731
+    return ours, formula, [*tensors(make, n), *captured], make
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
+@everywhere
+def test_the_field(device: str, one: Case, dtype: str) -> None:
+    if (device == "cuda") == (dtype == "float64") or (device == "cpu" and dtype != "float64"):
+        pytest.skip("float64 on the CPU, the others on CUDA; other tests have the CPU's")
+    ours, formula, inputs, make = of_case(one, dtype, device)
+    with jax.default_device(on(device)):
+        compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
+def test_the_field_under_vmap(one: Case) -> None:
+    """One call over queries, and all captured arrays, of two elements as two calls."""
+    ours, _, inputs, make = of_case(one, "float64", "cpu")
+    weights = make(FIELD.B, FIELD.H, FIELD.M, FIELD.E)
+    moving = [0, *range(3, len(inputs))]
+    full = {i: jnp.stack([inputs[i], inputs[i] * 0.5]) for i in moving}
+
+    def gradient(*moved: Any) -> Any:
+        def loss(*moved: Any) -> Any:
+            given = list(inputs)
+            for i, x in zip(moving, moved, strict=True):
+                given[i] = x
+            return (ours(*given)[0] * weights).sum()
+
+        return jax.value_and_grad(loss, tuple(range(len(moved))))(*moved)
+
+    found = jax.jit(jax.vmap(gradient))(*full.values())
+    alone = jax.jit(gradient)
+    for e in range(2):
+        right = alone(*(x[e] for x in full.values()))
+        close("cpu", jax.tree.map(lambda x, e=e: x[e], found), right)
+
+
+@pytest.mark.parametrize("one", OWN_DERIVATIVES, ids=lambda c: c.name)
+@everywhere
+def test_own_derivatives(device: str, one: Case) -> None:
+    dtype = tolerance(device)[0]
+    ours, formula, inputs, make = of_case(one, dtype, device)
+    with jax.default_device(on(device)):
+        compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@everywhere
+def test_block_masks(device: str, dtype: str) -> None:
+    """Lists with full, partial and empty blocks, of heads; rows without a key are 0."""
+    usable(device, dtype)
+    n, make = Sizes(M=150, N=130, D=32, E=32), Maker(device, dtype)
+    captured, mod = triangle(make, n)
+    with jax.default_device(on(device)):
+        start = make.integers(3, n.H)
+        masks = {
+            "causal": lambda b, h, i, j: i >= j,
+            "of heads": lambda b, h, i, j: (i + 40 * start[h] >= j) & (i >= 20),
+        }
+        for name, allowed in masks.items():
+            mask = create_block_mask(allowed, None, n.H, n.M, n.N, (64, 32))
+
+            def ours(q: Any, k: Any, v: Any, *captured: Any, mask: Any = mask) -> Any:
+                return attend(q, k, v, mod(*captured), mask)
+
+            def formula(q: Any, k: Any, v: Any, *captured: Any, allowed: Any = allowed) -> Any:
+                return plain(q, k, v, mod(*captured), allowed)
+
+            compare(ours, formula, [*tensors(make, n), *captured], upstream_of(make, n), name)
+
+
+@everywhere
+def test_packed_sequences(device: str) -> None:
+    dtype = tolerance(device)[0]
+    n, make = Sizes(B=1, key_batch=1, M=90, N=90), Maker(device, dtype)
+    with jax.default_device(on(device)):
+        ends = jnp.asarray([0, 20, 21, 70, 90], jnp.int32)
+        mask = varlen_mask(ends, causal=True, block_size=16)
+        of = jnp.searchsorted(ends[1:], jnp.arange(90), side="right")
+        allowed = lambda b, h, i, j: (of[i] == of[j]) & (i >= j)  # noqa: E731
+        inputs = tensors(make, n)
+        ours = lambda q, k, v: attend(q, k, v, None, mask)  # noqa: E731
+        formula = lambda q, k, v: plain(q, k, v, None, allowed)  # noqa: E731
+        compare(ours, formula, inputs, upstream_of(make, n))
+
+
+def test_a_block_mask_is_a_pytree() -> None:
+    """It crosses jit as an argument; vmap may be over it."""
+    n, make = Sizes(M=40, N=40), Maker()
+    q, k, v = tensors(make, n)
+    limits = jnp.asarray([[5, 20], [30, 1]], jnp.int32)
+
+    def mask_of(limit: Any) -> Any:
+        return create_block_mask(lambda b, h, i, j: j <= i + limit[b], n.B, None, n.M, n.N, 16)
+
+    masks = jax.vmap(mask_of)(limits)
+    found = jax.jit(jax.vmap(lambda mask: flex_attention(q, k, v, None, mask)))(masks)
+    for e in range(2):
+        right = plain(q, k, v, None, lambda b, h, i, j, e=e: j <= i + limits[e, b])[0]
+        close("cpu", found[e], right)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +746,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, but got 1.0"),
     ({"dropout_p": 0.5}, ValueError, "dropout_key must be a key of jax.random.key where dropout_p is not 0"),
     ({"score_mod": 3}, TypeError, "score_mod must be a function, but got int"),
-    ({"block_mask": 3}, TypeError, "block_mask must be a BlockMask, but got int"),
+    ({"block_mask": 3}, TypeError, "block_mask must be a BlockMask of fusegrad.jax, but got int"),
+    ({"block_mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 9)}, ValueError,
+     "block_mask must be made for 8 queries and 8 keys, but got one for (8, 9)"),
+    ({"block_mask": create_block_mask(lambda b, h, i, j: i >= j, 3, None, 8, 8)}, ValueError,
+     "block_mask's lists must have the query's batch and heads [2, 4], or 1, and 1 rows of blocks, but got [3, 1, 1]"),
     ({"unknown": 3}, TypeError, "unknown"),
 ]  # fmt: skip
 
