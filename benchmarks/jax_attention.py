@@ -2,8 +2,8 @@
 and linear_cross_entropy at a large vocabulary.
 
 A time is that of one of several steps within one jitted program, each of which reads what the one before it wrote, so
-that the host's part is hidden as in a training step; "call" is a jitted call of one step, from the host. Memory is XLA's
-own account of a program of one step: its temporaries, above arguments and results. Errors are against formulas in
+that the host's part is hidden as in a training step; "call" is a jitted call of one step, from the host. Memory is
+XLA's own account of a program of one step: its temporaries, above arguments and results. Errors are against formulas in
 float32.
 
     python benchmarks/jax_attention.py [--device cpu] [--rows triangle] [--peers none] [--output FOLDER]
@@ -78,9 +78,9 @@ CPU_ROWS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """leaves: query, key, value [B, H, S, D], then what the bias is made of. ours(*leaves): the output. bias(*rest): what
-    peers add to the scores, [B or 1, H or 1, S, S], or None. mask: which pairs take part, or None; causal: that mask has
-    a name."""
+    """leaves: query, key, value [B, H, S, D], then what the bias is made of. ours(*leaves): the output. bias(*rest):
+    what peers add to the scores, [B or 1, H or 1, S, S], or None. mask: which pairs take part, or None; causal: that
+    mask has a name."""
 
     leaves: tuple[jax.Array, ...]
     ours: Step
@@ -233,7 +233,9 @@ def again(step: Step, leaves: tuple[jax.Array, ...], steps: int) -> Step:
     def run(*leaves: jax.Array) -> Any:
         for _ in range(steps):
             moves = step(*leaves)
-            leaves = tuple(x - jnp.asarray(1e-3, x.dtype) * m.astype(x.dtype) for x, m in zip(leaves, moves))
+            leaves = tuple(
+                x - jnp.asarray(1e-3, x.dtype) * m.astype(x.dtype) for x, m in zip(leaves, moves, strict=True)
+            )
         return leaves
 
     return jax.jit(run).lower(*leaves).compile()
@@ -321,7 +323,7 @@ def _truth(given: Problem, upstream: jax.Array) -> Any:
 def _errors(found: Any, right: Any) -> dict[str, float]:
     names = ("dq", "dk", "dv", "dbias")
     pairs = [(np.asarray(x.astype(jnp.float32)), t) for x, t in zip(found, right, strict=True)]
-    return {n: float(np.linalg.norm(x - t) / np.linalg.norm(t)) for n, (x, t) in zip(names, pairs)}
+    return {n: float(np.linalg.norm(x - t) / np.linalg.norm(t)) for n, (x, t) in zip(names, pairs, strict=False)}
 
 
 # --- the loss -------------------------------------------------------------------------------------------------------

@@ -32,9 +32,12 @@ OP = "fusegrad.jax.flex_attention"
 
 
 @pytest.fixture(autouse=True)
-def exact() -> Any:
-    """float64 for the formulas, and products of float32 that are not TF32."""
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+def exact(request: pytest.FixtureRequest) -> Any:
+    """float64 for the formulas, products of float32 that are not TF32, and the test's device for what it does not
+    place."""
+    callspec = getattr(request.node, "callspec", None)
+    device = "cpu" if callspec is None else callspec.params.get("device", "cpu")
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(on(device)):
         yield
 
 
@@ -264,8 +267,7 @@ FIELD = Sizes(M=33, N=33, D=8, E=8)
 def of_case(case: Case, dtype: str, device: str) -> tuple[Any, Any, list[Any], Any]:
     """The op and the formula of (query, key, value, *captured), these, and the maker of more."""
     n, make = FIELD, Maker(device, dtype)
-    with jax.default_device(on(device)):
-        captured, mods = case.make(n.B, n.H, n.M, n.N, jnp.dtype(dtype))
+    captured, mods = case.make(n.B, n.H, n.M, n.N, jnp.dtype(dtype))
 
     def ours(q: Any, k: Any, v: Any, *captured: Any) -> tuple[Any, Any, Any]:
         score_mod, mask_mod = mods(*captured)
@@ -283,8 +285,7 @@ def test_the_field(device: str, one: Case, dtype: str) -> None:
     if (device == "cuda") == (dtype == "float64") or (device == "cpu" and dtype != "float64"):
         pytest.skip("float64 on the CPU, the others on CUDA; other tests have the CPU's")
     ours, formula, inputs, make = of_case(one, dtype, device)
-    with jax.default_device(on(device)):
-        compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
+    compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
 
 
 @pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
@@ -316,8 +317,7 @@ def test_the_field_under_vmap(one: Case) -> None:
 def test_own_derivatives(device: str, one: Case) -> None:
     dtype = tolerance(device)[0]
     ours, formula, inputs, make = of_case(one, dtype, device)
-    with jax.default_device(on(device)):
-        compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
+    compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -327,37 +327,35 @@ def test_block_masks(device: str, dtype: str) -> None:
     usable(device, dtype)
     n, make = Sizes(M=150, N=130, D=32, E=32), Maker(device, dtype)
     captured, mod = triangle(make, n)
-    with jax.default_device(on(device)):
-        start = make.integers(3, n.H)
-        masks = {
-            "causal": lambda b, h, i, j: i >= j,
-            "of heads": lambda b, h, i, j: (i + 40 * start[h] >= j) & (i >= 20),
-        }
-        for name, allowed in masks.items():
-            mask = create_block_mask(allowed, None, n.H, n.M, n.N, (64, 32))
+    start = make.integers(3, n.H)
+    masks = {
+        "causal": lambda b, h, i, j: i >= j,
+        "of heads": lambda b, h, i, j: (i + 40 * start[h] >= j) & (i >= 20),
+    }
+    for name, allowed in masks.items():
+        mask = create_block_mask(allowed, None, n.H, n.M, n.N, (64, 32))
 
-            def ours(q: Any, k: Any, v: Any, *captured: Any, mask: Any = mask) -> Any:
-                return attend(q, k, v, mod(*captured), mask)
+        def ours(q: Any, k: Any, v: Any, *captured: Any, mask: Any = mask) -> Any:
+            return attend(q, k, v, mod(*captured), mask)
 
-            def formula(q: Any, k: Any, v: Any, *captured: Any, allowed: Any = allowed) -> Any:
-                return plain(q, k, v, mod(*captured), allowed)
+        def formula(q: Any, k: Any, v: Any, *captured: Any, allowed: Any = allowed) -> Any:
+            return plain(q, k, v, mod(*captured), allowed)
 
-            compare(ours, formula, [*tensors(make, n), *captured], upstream_of(make, n), name)
+        compare(ours, formula, [*tensors(make, n), *captured], upstream_of(make, n), name)
 
 
 @everywhere
 def test_packed_sequences(device: str) -> None:
     dtype = tolerance(device)[0]
     n, make = Sizes(B=1, key_batch=1, M=90, N=90), Maker(device, dtype)
-    with jax.default_device(on(device)):
-        ends = jnp.asarray([0, 20, 21, 70, 90], jnp.int32)
-        mask = varlen_mask(ends, causal=True, block_size=16)
-        of = jnp.searchsorted(ends[1:], jnp.arange(90), side="right")
-        allowed = lambda b, h, i, j: (of[i] == of[j]) & (i >= j)  # noqa: E731
-        inputs = tensors(make, n)
-        ours = lambda q, k, v: attend(q, k, v, None, mask)  # noqa: E731
-        formula = lambda q, k, v: plain(q, k, v, None, allowed)  # noqa: E731
-        compare(ours, formula, inputs, upstream_of(make, n))
+    ends = jnp.asarray([0, 20, 21, 70, 90], jnp.int32)
+    mask = varlen_mask(ends, causal=True, block_size=16)
+    of = jnp.searchsorted(ends[1:], jnp.arange(90), side="right")
+    allowed = lambda b, h, i, j: (of[i] == of[j]) & (i >= j)  # noqa: E731
+    inputs = tensors(make, n)
+    ours = lambda q, k, v: attend(q, k, v, None, mask)  # noqa: E731
+    formula = lambda q, k, v: plain(q, k, v, None, allowed)  # noqa: E731
+    compare(ours, formula, inputs, upstream_of(make, n))
 
 
 def test_a_block_mask_is_a_pytree() -> None:
