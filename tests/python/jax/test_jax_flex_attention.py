@@ -24,7 +24,7 @@ import fusegrad.jax as fj  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from fusegrad.jax import AuxRequest, create_block_mask, flex_attention, varlen_mask  # noqa: E402
-from jax_score_mods import CASES, OWN_DERIVATIVES, Case  # noqa: E402
+from jax_score_mods import CASES, OWN_DERIVATIVES, Case, over_all_pairs  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if fj.build_has_cuda and jax.default_backend() == "gpu" else [])]
 everywhere = pytest.mark.parametrize("device", DEVICES)
@@ -85,18 +85,10 @@ def plain(
     key, value = (jnp.repeat(x, H // x.shape[1], 1) for x in (key, value))
     acc = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("bhmd,bhnd->bhmn", query, key, preferred_element_type=acc) * D**-0.5
-    b, h, i, j = (jnp.arange(n, dtype=jnp.int32) for n in (B, H, M, N))
-
-    def over_pairs(f: Callable[..., Any], first: bool) -> Callable[..., Any]:
-        x = (0,) if first else ()
-        for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-            f = jax.vmap(f, (*x, *axes))
-        return f
-
     if mod is not None:
-        scores = over_pairs(mod, True)(scores, b, h, i, j).astype(acc)
+        scores = over_all_pairs(mod, (B, H, M, N), scores).astype(acc)
     if mask is not None:
-        scores = jnp.where(over_pairs(mask, False)(b, h, i, j), scores, -jnp.inf)
+        scores = jnp.where(over_all_pairs(mask, (B, H, M, N)), scores, -jnp.inf)
     # By its place: XLA computes scores again, rounded in another way, and max's own derivative then finds none equal.
     top = jnp.take_along_axis(scores, scores.argmax(-1)[..., None], -1)[..., 0]
     some = top > -jnp.inf
@@ -207,7 +199,8 @@ def compare(
     found, gradients = run(ours, inputs)
     on_cpu = [jax.device_put(x, on("cpu")) for x in wide]
     truth, right = run(formula, on_cpu)
-    eager, eager_gradients = (truth, right) if inputs[0].dtype == jnp.float64 else run(formula, inputs)
+    exact = all(x.dtype == jnp.float64 for x in inputs if is_float(x))
+    eager, eager_gradients = (truth, right) if exact else run(formula, inputs)
     names = ("out", "lse", "max_scores")
     for x, e, t, name in zip(found, eager, truth, names, strict=False):
         known = np.isfinite(np.asarray(t, np.float64))
@@ -278,12 +271,13 @@ def of_case(case: Case, dtype: str, device: str) -> tuple[Any, Any, list[Any], A
     return ours, formula, [*tensors(make, n), *captured], make
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "device, dtype", [(d, t) for d in DEVICES for t in (["float64"] if d == "cpu" else ["float32", "bfloat16"])]
+)
 @pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
-@everywhere
 def test_the_field(device: str, one: Case, dtype: str) -> None:
-    if (device == "cuda") == (dtype == "float64") or (device == "cpu" and dtype != "float64"):
-        pytest.skip("float64 on the CPU, the others on CUDA; other tests have the CPU's")
+    if one.name == "t5" and dtype == "float64":
+        dtype = "float32"  # its buckets end where a logarithm of float32 is whole, which one of float64 just is not
     ours, formula, inputs, make = of_case(one, dtype, device)
     compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
 
@@ -336,7 +330,7 @@ def test_block_masks(device: str, dtype: str) -> None:
         mask = create_block_mask(allowed, None, n.H, n.M, n.N, (64, 32))
 
         def ours(q: Any, k: Any, v: Any, *captured: Any, mask: Any = mask) -> Any:
-            return attend(q, k, v, mod(*captured), mask)
+            return attend(q, k, v, mod(*captured), block_mask=mask)
 
         def formula(q: Any, k: Any, v: Any, *captured: Any, allowed: Any = allowed) -> Any:
             return plain(q, k, v, mod(*captured), allowed)
@@ -353,7 +347,7 @@ def test_packed_sequences(device: str) -> None:
     of = jnp.searchsorted(ends[1:], jnp.arange(90), side="right")
     allowed = lambda b, h, i, j: (of[i] == of[j]) & (i >= j)  # noqa: E731
     inputs = tensors(make, n)
-    ours = lambda q, k, v: attend(q, k, v, None, mask)  # noqa: E731
+    ours = lambda q, k, v: attend(q, k, v, block_mask=mask)  # noqa: E731
     formula = lambda q, k, v: plain(q, k, v, None, allowed)  # noqa: E731
     compare(ours, formula, inputs, upstream_of(make, n))
 
