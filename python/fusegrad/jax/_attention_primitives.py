@@ -7,6 +7,7 @@ forward saves: all its outputs, see Call.outputs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from fusegrad._C import score_mod as _language
 
 from ._attention_call import OP, Call, Flags, fold, fold_rows, moved, unfold
+from ._attention_sharding import Parts, partitioned
 from ._library import FLEX_FLAGS, build_has_cuda, flex_scratch
 from ._manual import zeros
 from ._score_mod import TraceError
@@ -262,7 +264,26 @@ def _custom_call(
     return out[: len(avals_out)]
 
 
+def _is_for_several_devices(ctx: Any) -> bool:
+    """Whether XLA's partitioner will see the program. Within shard_map it will not."""
+    axes = ctx.module_context.axis_context
+    return isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1 and axes.device_assignment is not None
+
+
+def _with_more(flags: Flags, call: Call, local: Call) -> Flags:
+    """Also of the buffers that a device's part has besides."""
+    return (*flags, *(False,) * (local.inputs - call.inputs))
+
+
 def _forward_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, types: Any) -> Any:
+    if _is_for_several_devices(ctx):
+
+        def part(parts: Parts, mine: Sequence[jax.Array]) -> Any:
+            return forward(*parts.local(call, mine))
+
+        results = [(x, None) for x in ctx.avals_out]
+        run = partitioned(call, lambda *x: forward(call, x), part, ctx.avals_in, [], results)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     attributes = call.attributes((False,) * call.inputs, max_scores=call.max_scores)
     return _custom_call(cuda, _FORWARD, ctx, ctx.avals_in, operands, ctx.avals_out, attributes)
 
@@ -271,6 +292,21 @@ def _tangents_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, has: Fl
     if call.max_scores:
         raise NotImplementedError(f"{OP}: max_scores must not be asked for in forward mode, but is")
     (avals, saved, given), n = _split(call, ctx.avals_in), _count(call)
+    if _is_for_several_devices(ctx):
+
+        def part(parts: Parts, mine: Sequence[jax.Array]) -> Any:
+            arrays, kept, moving = _split(call, mine)
+            local, full = parts.local(call, arrays)
+            return tangents(local, full, kept, _with_more(has, call, local), moving)
+
+        def whole(*mine: jax.Array) -> Any:
+            arrays, kept, moving = _split(call, mine)
+            return tangents(call, arrays, kept, has, moving)
+
+        places = [i for i, h in enumerate(has) if h]
+        others = [*((x, None) for x in saved), *zip(given, places, strict=True)]
+        run = partitioned(call, whole, part, avals, others, [(x, None) for x in ctx.avals_out])
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     avals_out = [*saved[:2], *ctx.avals_out]
     attributes = replace(call, low=False).attributes(has, max_scores=False)
     rest = operands[n + len(saved) :]
@@ -281,6 +317,22 @@ def _tangents_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, has: Fl
 def _backward_lowering(
     cuda: bool, ctx: Any, *operands: Any, call: Call, having: Flags, wanted: Flags, types: Any
 ) -> Any:
+    if _is_for_several_devices(ctx):
+        avals, saved_avals, given_avals = _split(call, ctx.avals_in)
+
+        def part(parts: Parts, mine: Sequence[jax.Array]) -> Any:
+            arrays, kept, given = _split(call, mine)
+            local, full = parts.local(call, arrays)
+            return backward(local, full, kept, having, given, _with_more(wanted, call, local))
+
+        def whole(*mine: jax.Array) -> Any:
+            arrays, kept, given = _split(call, mine)
+            return backward(call, arrays, kept, having, given, wanted)
+
+        others = [(x, None) for x in (*saved_avals, *given_avals)]
+        places = [i for i, w in enumerate(wanted) if w]
+        run = partitioned(call, whole, part, avals, others, list(zip(ctx.avals_out, places, strict=True)))
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     arrays, saved, upstream = _split(call, _with_avals(ctx.avals_in, operands))
     out, lse, *more = saved
     maxima, low = more[: 2 * call.max_scores], more[2 * call.max_scores :]
@@ -298,6 +350,13 @@ class _Operand:
 def _with_avals(avals: Sequence[Any], operands: Sequence[Any]) -> list[_Operand]:
     return [_Operand(a, x) for a, x in zip(avals, operands, strict=True)]
 
+
+# JAX has no public way to say that a lowering rule wants to know the devices, as custom_partitioning's does. Where the
+# set is gone, arrays that jit splits are gathered.
+with contextlib.suppress(ImportError):
+    from jax._src.dispatch import prim_requires_devices_during_lowering
+
+    prim_requires_devices_during_lowering.update((forward_p, tangents_p, backward_p))
 
 for _primitive_of, _rule in (
     (forward_p, _forward_lowering),

@@ -258,7 +258,7 @@ def partitioned(
     likes = [*range(len(arrays)), *(i for _, i in others)]
     left = ", ".join(factors(s, i in (1, 2)) for s, i in zip(of_arguments, likes, strict=True))
     right = ", ".join(factors(s, i in (1, 2)) for s, (_, i) in zip(of_results, results, strict=True))
-    sizes = {"k": of_keys, "g": all_heads // of_keys} if grouped else {}
+    sizes = {"g": all_heads // of_keys} if grouped else {}
     function = custom_partitioning(lambda *args: tuple(whole(*args)))
     function.def_partition(
         partition=partition,
