@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from . import _attention_primitives as primitives
 from . import _check
 from ._attention_call import OP, Call, Text
+from ._attention_sharding import over_explicit_axes
 from ._block_mask import BlockMask
-from ._manual import alike
+from ._manual import alike, sharding_of, whole
 from ._score_mod import Mod, trace_mask_mod, trace_score_mod
 
 __all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
@@ -119,16 +120,34 @@ def flex_attention(
     if 0 in (B, H, M, N, E):
         out, lse, top = _nothing(call, q, v)
     else:
-        arrays = alike((q, k, v, *score.buffers, *mask.buffers, *lists, *_seed(p, dropout_key)))
-        out, lse, *more = primitives.forward(call, arrays)
+        arrays = (q, k, v, *score.buffers, *mask.buffers, *lists, *_seed(p, dropout_key))
+        out, lse, *more = _run(call, arrays)
         top = more[0] if wants_max else None
     if return_aux is None:
         return out
     return out, AuxOutput(lse if return_aux.lse else None, top)
 
 
+def _run(call: Call, arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
+    def forward(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return primitives.forward(call, alike(tuple(arrays)))
+
+    sharding = sharding_of(arrays[0])
+    if sharding is None:
+        return forward(call, [whole(x) for x in arrays])
+    spec = (*sharding.spec, *(None,) * (4 - len(sharding.spec)))
+    length = 1 if call.bshd else 2
+    _check.value(
+        OP,
+        spec[length] is None and spec[3] is None,
+        "query must be split over devices by batch and heads alone",
+        f"{sharding.spec} of {'BSHD' if call.bshd else 'BHSD'}",
+    )
+    return over_explicit_axes(call, arrays, sharding, forward)
+
+
 def _tensor(name: str, given: Any) -> jax.Array:
-    x = _check.floating(OP, name, given)
+    x = _check.floating(OP, name, given, may_be_split=True)
     _check.value(OP, x.ndim == 4, f"{name} must have four dimensions", list(x.shape))
     return x
 
@@ -169,7 +188,7 @@ def _mod(name: str, given: Any, trace: Callable[[Any], Mod], dtype: Any) -> Mod:
     mod = given if isinstance(given, Mod) else trace(given)
     buffers = []
     for i, buffer in enumerate(mod.buffers):
-        x = _check.array(OP, f"{name}'s captured array {i}", buffer)
+        x = _check.array(OP, f"{name}'s captured array {i}", buffer, may_be_split=True)
         if x.dtype.name not in _CAPTURED or (x.dtype == jnp.float64 and name == "score_mod" and dtype != x.dtype):
             raise TypeError(
                 f"{OP}: {name}'s captured arrays must be floating (float64 with a float64 query alone), int8 to int64, "
@@ -201,7 +220,7 @@ def _mask(given: Any, B: int, H: int, M: int, N: int) -> tuple[Mod, list[jax.Arr
     rows = -(-M // block[0])
     checked: list[jax.Array] = []
     for i, x in enumerate(lists):
-        x = _check.array(OP, "block_mask's lists", x).astype(jnp.int32)
+        x = _check.array(OP, "block_mask's lists", x, may_be_split=True).astype(jnp.int32)
         _check.value(OP, x.ndim == 3 + i % 2, f"block_mask's lists must have {3 + i % 2} dimensions", list(x.shape))
         _check.value(
             OP,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from fusegrad._C import score_mod as _language
 
@@ -194,6 +194,26 @@ class Parts:
 
 def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec))
+
+
+# --- arrays that say how they are split --------------------------------------------------------------------------
+
+
+def over_explicit_axes(
+    call: Call, arrays: Sequence[jax.Array], sharding: Any, run: Callable[[Call, Sequence[jax.Array]], Any]
+) -> list[jax.Array]:
+    """run(call, arrays), of a query whose type has the sharding, by each device for its part."""
+    mesh = sharding.mesh
+    parts = Parts.of(call, arrays, split_of(call, arrays, sharding.spec, dict(mesh.shape)))
+    specs = [partition_spec(s) for s in parts.specs(call, arrays)]
+    results = [jax.ShapeDtypeStruct(*x) for x in call.outputs(arrays[0], arrays[2])]
+    mapped = jax.shard_map(
+        lambda *mine: tuple(run(*parts.local(call, mine))),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=tuple(partition_spec(parts.tensor(call, x)) for x in results),
+    )
+    return list(mapped(*(reshard(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True))))
 
 
 # --- arrays that jit splits ---------------------------------------------------------------------------------------

@@ -771,43 +771,81 @@ SHARDED = """
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-    from fusegrad.jax import flex_attention
+    from fusegrad.jax import create_block_mask, flex_attention
 
     jax.config.update("jax_enable_x64", True)
+    B, H, KEY_HEADS, S, D = 4, 4, 2, 24, 8
     make = lambda *s, r=np.random.default_rng(0): jnp.asarray(r.standard_normal(s))
-    q, k, v = (make(4, 2, 24, 8) for _ in range(3))
-    pair, of_key, weights = make(2, 24, 24), make(4, 24), make(4, 2, 24, 8)
+    q, k, v = make(B, H, S, D), make(B, KEY_HEADS, S, D), make(B, KEY_HEADS, S, D)
+    pair, of_key, slope, weights = make(H, S, S), make(B, S), make(), make(B, H, S, D)
 
-    def ours(q, k, v, pair, of_key):
-        return flex_attention(q, k, v, lambda s, b, h, i, j: s + pair[h, i, j] + of_key[b, j])
+    def mod(pair, of_key, slope):
+        return lambda s, b, h, i, j: s + pair[h, i, j] + of_key[b, j] - slope * (h + 1) * jnp.abs(i - j) * (b + 2)
 
-    def formula(q, k, v, pair, of_key):
-        s = jnp.einsum("bhmd,bhnd->bhmn", q, k) * 8**-0.5 + pair + of_key[:, None, None]
+    allowed = lambda b, h, i, j: i + b + h >= j
+    mask = create_block_mask(allowed, B, H, S, S, 8)
+
+    def ours(q, k, v, *captured):
+        return flex_attention(q, k, v, mod(*captured), mask, enable_gqa=True)
+
+    def within(q, k, v, pair, of_key, slope):
+        # shard_map: a device's batch and heads count from 0.
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + pair[h, i, j] + of_key[b, j] * slope, enable_gqa=True)
+
+    def formula(q, k, v, pair, of_key, slope, whole=True):
+        k, v = (jnp.repeat(x, H // KEY_HEADS, 1) for x in (k, v))
+        s = jnp.einsum("bhmd,bhnd->bhmn", q, k) * D**-0.5 + pair
+        b, h, i, j = jnp.ogrid[:B, :H, :S, :S]
+        if whole:
+            s = s + of_key[:, None, None] - slope * (h + 1) * jnp.abs(i - j) * (b + 2)
+            s = jnp.where(i + b + h >= j, s, -jnp.inf)
+        else:
+            s = s + of_key[:, None, None] * slope
         return jnp.einsum("bhmn,bhne->bhme", jax.nn.softmax(s, -1), v)
 
-    arrays = (q, k, v, pair, of_key)
-    gradient = lambda f: jax.grad(lambda *x: (f(*x) * weights).sum(), (0, 1, 2, 3, 4))
-    right = gradient(formula)(*arrays)
-    for axis, specs in (("data", (P("data"), P(), P("data"))), ("heads", (P(None, "heads"), P("heads"), P()))):
+    arrays = (q, k, v, pair, of_key, slope)
+    every = tuple(range(6))
+    right = {w: jax.grad(lambda *x: (formula(*x, whole=w) * weights).sum(), every)(*arrays) for w in (True, False)}
+    cases = (
+        ("data", (P("data"), P(), P("data"))),
+        ("heads", (P(None, "heads"), P("heads"), P())),
+        ("data", (P("data"), P(), P())),
+    )
+    for axis, (of_tensor, of_pair, of_key_) in cases:
         for kind in (AxisType.Auto, AxisType.Explicit):
             mesh = jax.make_mesh((2,), (axis,), axis_types=(kind,))
-            of_tensor, of_pair, of_key_ = specs
-            every = (of_tensor,) * 3 + (of_pair, of_key_)
+            specs = (of_tensor,) * 3 + (of_pair, of_key_, P())
             with jax.set_mesh(mesh):
-                put = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, every)]
-                mapped = jax.shard_map(ours, mesh=mesh, in_specs=every, out_specs=of_tensor)
+                put = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs)]
+                mapped = jax.shard_map(within, mesh=mesh, in_specs=specs, out_specs=of_tensor)
                 w = jax.device_put(weights, NamedSharding(mesh, of_tensor))
-                for f in (mapped, ours):
-                    grad = jax.jit(jax.grad(lambda *x: (f(*x) * w).sum(), (0, 1, 2, 3, 4)))
-                    for x, t in zip(grad(*put), right, strict=True):
-                        np.testing.assert_allclose(x, t, rtol=1e-12, atol=1e-12)
+                for f, whole in ((mapped, False), (ours, True)):
+                    if f is mapped and of_key_ == P() and axis == "data":
+                        continue
+                    grad = jax.jit(jax.grad(lambda *x: (f(*x) * w).sum(), every))
+                    for n, (x, t) in enumerate(zip(grad(*put), right[whole], strict=True)):
+                        np.testing.assert_allclose(x, t, rtol=1e-11, atol=1e-11, err_msg=f"{axis} {kind} {whole} {n}")
+                text = jax.jit(ours).lower(*put).compile().as_text()
+                assert "all-gather" not in text and "all-to-all" not in text, (axis, kind)
+        moving = tuple(x * 0.3 for x in put)
+        np.testing.assert_allclose(
+            jax.jit(lambda *x: jax.jvp(ours, x, moving)[1])(*put),
+            jax.jvp(formula, arrays, tuple(x * 0.3 for x in arrays))[1], rtol=1e-11, atol=1e-11)
+    with jax.set_mesh(jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))) as _:
+        mesh = jax.sharding.get_abstract_mesh()
+        split = jax.device_put(q, NamedSharding(jax.sharding.get_mesh(), P(None, None, "s")))
+        try:
+            flex_attention(split, k, v, enable_gqa=True)
+            raise SystemExit("a split sequence must be refused")
+        except ValueError as error:
+            assert "fusegrad.jax.flex_attention: query must be split over devices by batch and heads" in str(error)
     print("right")
 """
 
 
 def test_sharded_over_two_devices() -> None:
-    """Batch or heads over two devices of the CPU, by shard_map and by jit itself: replicated arrays get the sum of the
-    devices' gradients."""
+    """Batch or heads over two devices of the CPU, by shard_map, by jit itself and by explicit axes: replicated arrays
+    get the sum of the devices' gradients, nothing is gathered, mods see numbers of the whole (shard_map's own part)."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "FUSEGRAD_TORCH": "0"}
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SHARDED)], env=environment, capture_output=True, text=True, check=False
