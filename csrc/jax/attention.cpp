@@ -165,19 +165,25 @@ std::vector<FlexArray> arrays_of(const int64_t*& numbers, int64_t count) {
 }
 
 template <class CallOf>
-int64_t scratch_of(const FlexAttributes& attributes, FlexArrays arguments, FlexArrays results) {
+int64_t scratch_of(const FlexAttributes& attributes, FlexArrays arguments, FlexArrays results, bool wait) {
   const CallOf made(attributes, arguments, results, /*cpu=*/false);
   const auto plan = cuda::plan_of(made.call);
   const std::string& architecture = cuda::Gpu::current().architecture;
+  std::vector<jit::Program> programs;
   for (const auto& program : cuda::programs_of(*plan))
-    jit::compile_ahead(cuda::flex_program(program->launch.spec, architecture).program);
+    programs.push_back(cuda::flex_program(program->launch.spec, architecture).program);
+  for (const jit::Program& program : programs) jit::compile_ahead(program);
+  if (wait) {
+    for (const jit::Program& program : programs) jit::compile(program);
+  }
   return plan->scratch.bytes();
 }
 
 }  // namespace
 }  // namespace fusegrad::jax
 
-// The bytes of scratch memory of a call on the current GPU, whose kernels begin to be compiled. Where there is an
+// The bytes of scratch memory of a call on the current GPU, whose kernels begin to be compiled; with `wait` they are
+// when it returns. Where there is an
 // error, -1 (a value), -2 (not implemented) or -3 (any other), and fusegrad_jax_flex_error() says which. `direction`:
 // 0, 1 or 2 of a forward, a backward and tangents. `arrays`: the arguments, then the results without the scratch
 // memory.
@@ -185,7 +191,7 @@ extern "C" int64_t fusegrad_jax_flex_scratch(int64_t direction, const char* scor
                                              double scale, double dropout_p, const int64_t* flags,
                                              const int64_t* wanted, int64_t wanted_count, const int64_t* scalars,
                                              int64_t scalar_count, const int64_t* arrays, int64_t argument_count,
-                                             int64_t result_count) {
+                                             int64_t result_count, bool wait) {
   using namespace fusegrad;  // NOLINT
   const jax::FlexAttributes attributes{score_mod,
                                        mask_mod,
@@ -205,9 +211,9 @@ extern "C" int64_t fusegrad_jax_flex_scratch(int64_t direction, const char* scor
   try {
     const auto arguments = jax::arrays_of(arrays, argument_count), results = jax::arrays_of(arrays, result_count);
     const jax::FlexArrays a(arguments), r(results);
-    if (direction == 0) return jax::scratch_of<jax::FlexForwardOf>(attributes, a, r);
-    if (direction == 1) return jax::scratch_of<jax::FlexBackwardOf>(attributes, a, r);
-    return jax::scratch_of<jax::FlexTangentsOf>(attributes, a, r);
+    if (direction == 0) return jax::scratch_of<jax::FlexForwardOf>(attributes, a, r, wait);
+    if (direction == 1) return jax::scratch_of<jax::FlexBackwardOf>(attributes, a, r, wait);
+    return jax::scratch_of<jax::FlexTangentsOf>(attributes, a, r, wait);
   } catch (const NotImplementedError& error) {
     jax::last_error = error.what();
     return -2;

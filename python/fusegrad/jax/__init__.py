@@ -8,6 +8,7 @@ from ._library import TARGETS, build_has_cuda  # first: it loads the library
 # isort: split
 from ._attention import AuxOutput, AuxRequest, flex_attention
 from ._block_mask import BlockMask, block_mask_from_dense, block_mask_from_torch, create_block_mask, varlen_mask
+from ._compile import compile_flex
 from ._cross_entropy import cross_entropy
 from ._jsd import jsd
 from ._linear_cross_entropy import linear_cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "block_mask_from_dense",
     "block_mask_from_torch",
     "build_has_cuda",
+    "compile_flex",
     "create_block_mask",
     "cross_entropy",
     "flex_attention",

@@ -8,6 +8,7 @@ forward saves: all its outputs, see Call.outputs.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from ._score_mod import TraceError
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _FORWARD, _BACKWARD, _TANGENTS = range(3)
+#: Whether a lowering for CUDA waits for its kernels to be compiled.
+waits = contextvars.ContextVar("waits", default=False)
 MOST_HEAD = 256  # on CUDA
 _TARGETS = ("fusegrad_flex_forward", "fusegrad_flex_backward", "fusegrad_flex_tangents")
 
@@ -256,7 +259,11 @@ def _custom_call(
         _check_size(attributes["score_mod"], attributes["wanted"] if direction == _BACKWARD else None)
         numbers = {name: int(attributes[name]) for name in FLEX_FLAGS}
         size = flex_scratch(
-            direction, {**attributes, **numbers}, [*map(_number_of, avals_in)], [*map(_number_of, avals_out)]
+            direction,
+            {**attributes, **numbers},
+            [*map(_number_of, avals_in)],
+            [*map(_number_of, avals_out)],
+            wait=waits.get(),
         )
         scratch = [jax.core.ShapedArray((size,), jnp.dtype("uint8"))]
     ctx = ctx.replace(avals_in=avals_in, avals_out=[*avals_out, *scratch])

@@ -227,9 +227,9 @@ def partitioned(
     others: Sequence[tuple[Any, int | None]],
     results: Sequence[tuple[Any, int | None]],
 ) -> Callable[..., Any]:
-    """A function of the call's arrays and of others, which XLA's partitioner may give to the devices in parts. `others`,
-    `results`: types, each with the number of the array that it is split as, or None where it is as the output or a
-    number for each row. Results that are as an array are its gradients. `part` computes the results' parts."""
+    """A function of the call's arrays and of others, which XLA's partitioner may give to the devices in parts.
+    `others`, `results`: types, each with the number of the array that it is split as, or None where it is as the output
+    or a number for each row. Results that are as an array are its gradients. `part` computes the results' parts."""
 
     def specs_of(parts: Parts) -> tuple[list[Spec], list[Spec]]:
         of = parts.specs(call, arrays)

@@ -82,7 +82,7 @@ if build_has_cuda:
     _library.fusegrad_jax_flex_scratch.argtypes = (
         *(_count, _text, _text, _float, _float, _integers),
         *(_integers, _count, _integers, _count),
-        *(_integers, _count, _count),
+        *(_integers, _count, _count, ctypes.c_bool),
     )
     _library.fusegrad_jax_flex_error.restype = ctypes.c_char_p
 
@@ -92,10 +92,15 @@ def _numbers(values: Sequence[int]) -> Any:
 
 
 def flex_scratch(
-    direction: int, attributes: dict[str, Any], arguments: Sequence[_FlexArray], results: Sequence[_FlexArray]
+    direction: int,
+    attributes: dict[str, Any],
+    arguments: Sequence[_FlexArray],
+    results: Sequence[_FlexArray],
+    *,
+    wait: bool,
 ) -> int:
-    """Bytes of scratch memory that a call of flex_attention needs on the current GPU; its kernels begin to be compiled.
-    Arrays are a number of score_mod::DType and a shape."""
+    """Bytes of scratch memory that a call of flex_attention needs on the current GPU; its kernels begin to be compiled,
+    and are when it returns if it is to wait. Arrays are a number of score_mod::DType and a shape."""
     a = attributes
     flags = [a[name] for name in FLEX_FLAGS]
     wanted, scalars = list(a["wanted"]), list(a["scalars"])
@@ -104,7 +109,7 @@ def flex_scratch(
         _library.fusegrad_jax_flex_scratch(
             *(direction, a["score_mod"].encode(), a["mask_mod"].encode(), a["scale"], a["dropout_p"], _numbers(flags)),
             *(_numbers(wanted), len(wanted), _numbers(scalars), len(scalars)),
-            *(_numbers(arrays), len(arguments), len(results)),
+            *(_numbers(arrays), len(arguments), len(results), wait),
         )
     )
     if found < 0:

@@ -664,6 +664,50 @@ def test_memory_is_linear() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2 * S * 32 * 2
 
 
+class _Cuda:
+    """A GPU's part of a lowering, without one: what is asked of the library."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, bool]] = []
+        from fusegrad.jax import _attention_primitives, _compile
+
+        for module in (_attention_primitives, _compile):
+            monkeypatch.setattr(module, "build_has_cuda", True)
+        monkeypatch.setattr(_attention_primitives, "flex_scratch", self.scratch)
+
+    def scratch(self, direction: int, attributes: Any, arguments: Any, results: Any, *, wait: bool) -> int:
+        self.calls.append((direction, wait))
+        return 4096
+
+
+def test_lowering_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scratch memory is a result of each call, the last; compile_flex waits for the kernels."""
+    cuda = _Cuda(monkeypatch)
+    ours, _, inputs, _ = case("cpu", "float32")
+    step = jax.jit(jax.grad(lambda *x: ours(*x).sum(), (0, 3)))
+    text = step.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("tensor<4096xui8>") >= 2
+    assert cuda.calls == [(0, False), (1, False)]
+    bias = jnp.ones((4, 33, 40), jnp.float32)
+    fj.compile_flex(*inputs[:3], lambda s, b, h, i, j: s + bias[h, i, j])
+    fj.compile_flex(*inputs[:3], requires_grad=False)
+    assert cuda.calls[2:] == [(0, True), (1, True), (0, True)]
+    wide = jnp.ones((1, 1, 8, 300), jnp.float32)
+    for x, message in ((inputs[0].astype(jnp.float64), "float64"), (wide, "head size of at most 256")):
+        lowered = jax.jit(lambda x: flex_attention(x, x, x)).trace(x)
+        with pytest.raises(NotImplementedError, match=f"{OP}: .*{message}"):
+            lowered.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.skipif(fj.build_has_cuda, reason="of a build without CUDA")
+def test_a_build_without_cuda_says_so() -> None:
+    x = jnp.ones((1, 1, 8, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match=f"{OP}: fusegrad must be built with CUDA"):
+        jax.jit(lambda x: flex_attention(x, x, x)).trace(x).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NotImplementedError, match="compile_flex: fusegrad must be built with CUDA"):
+        fj.compile_flex(x, x, x)
+
+
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
