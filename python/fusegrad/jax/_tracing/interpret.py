@@ -47,7 +47,8 @@ def interpret(t: Trace, closed: Any, args: Sequence[Value]) -> list[Value]:
                 if not value.shape and not isinstance(value, Known):
                     value.at(())  # now, since a chain of scalars may be long
         except Refused as error:
-            error.equation = error.equation or equation
+            # The outermost: within functions of JAX's own, which it traces once, the line is that of their first call.
+            error.equation = equation
             raise
     return [read(x) for x in jaxpr.outvars]
 
@@ -179,7 +180,6 @@ _INLINED = {
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
-    "composite": "jaxpr",
     "custom_vmap_call": "call",
 }
 
