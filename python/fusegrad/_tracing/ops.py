@@ -391,6 +391,12 @@ def _product_bounds(x: list[Bounds]) -> Bounds:
     return min(corners), max(corners)
 
 
+def _quotient(bound: float, nearer: float, farther: float) -> float:
+    """A bound of quotients by positive numbers: a negative one is divided by `nearer`, where it is the larger."""
+    by = nearer if bound < 0 else farther
+    return bound if math.isinf(bound) else -1 if bound < 0 and math.isinf(by) else 0 if math.isinf(by) else bound // by
+
+
 _BOUNDS: dict[str, Callable[[list[Bounds]], Bounds]] = {
     "add": lambda x: (x[0][0] + x[1][0], x[0][1] + x[1][1]),
     "sub": lambda x: (x[0][0] - x[1][1], x[0][1] - x[1][0]),
@@ -402,7 +408,7 @@ _BOUNDS: dict[str, Callable[[list[Bounds]], Bounds]] = {
     "max": lambda x: (max(x[0][0], x[1][0]), max(x[0][1], x[1][1])),
     "clamp": lambda x: (min(max(x[0][0], x[1][0]), x[2][0]), min(max(x[0][1], x[1][1]), x[2][1])),
     "mod": lambda x: (0, x[1][1] - 1) if x[1][0] > 0 else _ANY,
-    "floor_div": lambda x: (min(x[0][0], 0), max(x[0][1], 0)) if x[1][0] > 0 else _ANY,
+    "floor_div": lambda x: (_quotient(x[0][0], *x[1]), _quotient(x[0][1], *x[1][::-1])) if x[1][0] > 0 else _ANY,
     "and": lambda x: ((0, min(high for low, high in x if low >= 0)) if max(x[0][0], x[1][0]) >= 0 else _bits_bounds(x)),
     "or": _bits_bounds,
     "xor": _bits_bounds,

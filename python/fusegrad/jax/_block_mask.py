@@ -51,7 +51,8 @@ class BlockMask:
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> BlockMask:
         text, scalars, block_size, lengths = static
-        return cls(*leaves[:-1], Mod(text, leaves[-1], scalars), block_size, lengths)
+        count, index, full_count, full_index, buffers = leaves
+        return cls(count, index, full_count, full_index, Mod(text, buffers, scalars), block_size, lengths)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

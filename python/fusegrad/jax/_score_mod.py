@@ -95,9 +95,12 @@ def _jaxpr(kind: str, function: Any, types: Sequence[Any], op: str) -> Any:
     try:
         return jax.make_jaxpr(call)(*types)
     except jax.errors.ConcretizationTypeError as error:
-        raise TraceError(
-            f"{op}: {kind}: a Python value of what differs from score to score; use jnp.where(condition, a, b), or "
-            f"lax.cond, for a branch, and jnp's functions for Python's\n{error}"
+        raise located(
+            error,
+            op,
+            kind,
+            "a Python value of what differs from score to score; use jnp.where(condition, a, b), or lax.cond, for a "
+            "branch, and functions of jnp for Python's",
         ) from error
     except Exception as error:
         error.add_note(f"{op}: while the {kind} was traced")  # type: ignore[attr-defined]  # JAX needs Python 3.11

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import os
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,21 +45,30 @@ def of_jax(jaxpr: Any, name: str | None = None) -> bool:
     return place.startswith(_JAX) and name in (None, function)
 
 
-def located(error: BaseException, op: str, name: str) -> TraceError:
+def located(error: BaseException, op: str, name: str, message: str | None = None) -> TraceError:
     """The error for the user of what went wrong in the function `name`."""
-    message = f"{op}: {name}: {error if isinstance(error, Refused) else f'{type(error).__name__}: {error}'}"
-    found = _users_line(getattr(error, "equation", None))
+    if message is None:
+        message = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    message = f"{op}: {name}: {message}"
+    found = _users_line(_frames(error))
     if found is None:
         return TraceError(message)
     file, line = found
     return TraceError(f'{message}\n  File "{file}", line {line}\n    {linecache.getline(file, line).strip()}')
 
 
-def _users_line(equation: Any) -> tuple[str, int] | None:
-    """The innermost frame that is neither JAX's nor ours."""
-    traceback = getattr(getattr(equation, "source_info", None), "traceback", None)
-    for frame in () if traceback is None else traceback.frames:
-        file = os.path.abspath(frame.file_name)
-        if not file.startswith((_JAX, _OURS)) and not frame.file_name.startswith("<frozen"):
-            return frame.file_name, frame.line_num
+def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
+    """Files and lines, the innermost first: of the equation that was at work, or of the function itself."""
+    equation = getattr(error, "equation", None)
+    if equation is not None:
+        traced = equation.source_info.traceback
+        return ((frame.file_name, frame.line_num) for frame in (traced.frames if traced is not None else ()))
+    return reversed([(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)])
+
+
+def _users_line(frames: Iterator[tuple[str, int]]) -> tuple[str, int] | None:
+    """The first that is neither JAX's nor ours."""
+    for file, line in frames:
+        if not os.path.abspath(file).startswith((_JAX, _OURS)) and not file.startswith("<frozen"):
+            return file, line
     return None

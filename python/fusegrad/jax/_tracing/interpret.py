@@ -47,7 +47,8 @@ def interpret(t: Trace, closed: Any, args: Sequence[Value]) -> list[Value]:
                 if not value.shape and not isinstance(value, Known):
                     value.at(())  # now, since a chain of scalars may be long
         except Refused as error:
-            error.equation = error.equation or equation
+            # The outermost: within functions of JAX's own, which it traces once, the line is that of their first call.
+            error.equation = equation
             raise
     return [read(x) for x in jaxpr.outvars]
 
@@ -179,7 +180,6 @@ _INLINED = {
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
-    "composite": "jaxpr",
     "custom_vmap_call": "call",
 }
 
@@ -198,18 +198,21 @@ def _of_whole(t: Trace, name: str, inner: Any, operands: list[Value], equation: 
     aval = equation.outvars[0].aval
     if primitive is None or not jax.numpy.issubdtype(aval.dtype, jax.numpy.integer):
         return None
-    if not of_jax(_opened(inner)[0], function) or any(x.dtype != aval.dtype for x in operands):
+    integers = all(jax.numpy.issubdtype(x.dtype, jax.numpy.integer) for x in operands)
+    if not integers or not of_jax(_opened(inner)[0], function):
         return None
     if all(isinstance(x, Known) for x in operands):
         return None
+    info = jax.numpy.iinfo(aval.dtype)
 
     def rule(index: Index) -> int:
         a, b = (x.at(index if x.shape else ()) for x in operands)
-        low, high = t.bounds(b)
-        if low <= 0 <= high:
-            (general,) = interpret(t, inner, operands)
-            return general.at(index)
-        return t.g.apply(primitive, a, b)
+        (a_low, a_high), (b_low, b_high) = t.bounds(a), t.bounds(b)
+        fits = info.min <= min(a_low, b_low) and max(a_high, b_high) <= info.max
+        if fits and not b_low <= 0 <= b_high:
+            return t.g.apply(primitive, a, b)
+        (general,) = interpret(t, inner, operands)
+        return general.at(index)
 
     return [Value(t, aval.shape, aval.dtype, rule, equation)]
 

@@ -34,6 +34,7 @@ MAX_UNROLLED = 64
 _MAX_CONSTANTS = 64
 """Numbers that the function itself writes down are part of the text up to so many."""
 
+_SLACK = 1 << 20
 _DTYPES = words("float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool")
 
 
@@ -171,10 +172,20 @@ class Trace:
         info = jnp.iinfo(dtype) if kind == INT else None
         if info is None or info.bits == 64:
             return term
+        least, most = int(info.min), int(info.max)
         value = self.g.value(term)
-        if value is None:
-            return wrapped(self.g, term, info.bits, info.min < 0, from_wider, self.known)
-        return self.g.constant((value - int(info.min)) % (1 << info.bits) + int(info.min))
+        if value is not None:
+            return self.g.constant((value - least) % (1 << info.bits) + least)
+        low, high = self.bounds(term)
+        if least <= low and high <= most:
+            return term
+        if self.g.node(term)[0] in ("load", "to_int") and info.bits >= 32 and not from_wider:
+            # As in PyTorch's half: so far within that small numbers may be added without a thought of wrapping.
+            self.known[term] = (least + _SLACK * (least < 0), most - _SLACK)
+            return term
+        term = wrapped(self.g, term, info.bits, least < 0, True, self.known)
+        self.known[term] = (least, most)
+        return term
 
     def add(self, a: int, b: int) -> int:
         g = self.g
@@ -323,16 +334,14 @@ class Trace:
         return term
 
     def _place(self, index: int, size: int) -> int:
-        """An index that counts from the end does so in the language too."""
+        """An index that counts from the end does so in the language too: what is not clamped is in range."""
         g = self.g
         operation, _, _, operands = g.node(index)
-        if operation == "where":
-            condition, yes, no = operands
-            if no != self.zero and g.node(condition)[0] == "lt" and g.node(condition)[3] == [no, self.zero]:
-                low, high = self.bounds(no)
-                if yes in (self.plus(no, size), self.add(g.constant(size), no)) and -size <= low and high < size:
-                    return no
-        return index
+        if operation != "where":
+            return index
+        condition, yes, no = operands
+        negative = g.node(condition)[0] == "lt" and g.node(condition)[3] == [no, self.zero]
+        return no if negative and yes in (self.plus(no, size), self.add(g.constant(size), no)) else index
 
     def _other(self, array: Any, what: str, make: Callable[[Any], Any]) -> Any:
         """The array in another form, the same one each time."""
