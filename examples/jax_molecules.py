@@ -2,10 +2,10 @@
 
     python examples/jax_molecules.py [--molecules 1000] [--epochs 6] [--out demo]
 
-Row i of the pair features attends within itself with a bias of the pair (j, k), made by the layer from these features and
-shared by all rows (Jumper et al. 2021, Nature 596, 583, algorithms 13 and 14). The score_mod closes over that bias, which
-is a tracer then: it gets its gradient, and no bias of all rows exists. The same model runs with plain attention, with and
-without biases, and the program checks that fusegrad's learned what the plain one did. It draws the errors.
+Row i of the pair features attends within itself with a bias of the pair (j, k), made by the layer from these features
+and shared by all rows (Jumper et al. 2021, Nature 596, 583, algorithms 13 and 14). The score_mod closes over that bias,
+which is a tracer then: it gets its gradient, and no bias of all rows exists. The same model runs with plain attention,
+with and without biases, from the same numbers. The program checks the gradients and draws the errors.
 
 Needs RDKit (`pip install rdkit`), which brings the molecules, and torch, in which they are loaded.
 """

@@ -42,7 +42,11 @@ def split_as(rows: jax.Array, given: Any) -> jax.Array:
 
 def _cast(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     missing = tuple(sorted(axes - varying(x), key=str))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # before JAX 0.8.1
 
 
 def alike(tree: Tree) -> Tree:

@@ -856,7 +856,8 @@ SHARDED = """
         ("data", (P("data"), P(), P())),
     )
     for axis, (of_tensor, of_pair, of_key_) in cases:
-        for kind in (AxisType.Auto, AxisType.Explicit):
+        # Indexing split arrays of explicit axes is not implemented in JAX 0.8.
+        for kind in (AxisType.Auto, AxisType.Explicit)[: 1 + (jax.__version_info__ >= (0, 11))]:
             mesh = jax.make_mesh((2,), (axis,), axis_types=(kind,))
             specs = (of_tensor,) * 3 + (of_pair, of_key_, P())
             with jax.set_mesh(mesh):
@@ -875,9 +876,9 @@ SHARDED = """
         np.testing.assert_allclose(
             jax.jit(lambda *x: jax.jvp(ours, x, moving)[1])(*put),
             jax.jvp(formula, arrays, tuple(x * 0.3 for x in arrays))[1], rtol=1e-11, atol=1e-11)
-    with jax.set_mesh(jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))) as _:
-        mesh = jax.sharding.get_abstract_mesh()
-        split = jax.device_put(q, NamedSharding(jax.sharding.get_mesh(), P(None, None, "s")))
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(q, NamedSharding(mesh, P(None, None, "s")))
         try:
             flex_attention(split, k, v, enable_gqa=True)
             raise SystemExit("a split sequence must be refused")
