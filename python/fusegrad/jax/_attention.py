@@ -87,16 +87,16 @@ def flex_attention(
         ValueError, TypeError, NotImplementedError: as ``fusegrad.jax.flex_attention: what must hold, but got <value>``,
             while the function is traced. A second derivative is a NotImplementedError.
         TraceError: where a function cannot be traced, or is too large for a kernel.
-        jax.errors.JaxRuntimeError: on the CPU where a captured array is read out of range by a pair that takes part. On
-            CUDA the read is nan (0 of integers, false of bools), and so are the row and its gradients.
     """
     _check.value(OP, layout in ("BHSD", "BSHD"), "layout must be 'BHSD' or 'BSHD'", repr(layout))
     bshd = layout == "BSHD"
     q, k, v = (_tensor(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     B, H, M, N, E = _lengths(q, k, v, bshd, enable_gqa)
-    for name, aux in (("return_aux", return_aux),):
-        if aux is not None and not (hasattr(aux, "lse") and hasattr(aux, "max_scores")):
-            raise TypeError(f"{OP}: {name} must be an AuxRequest, but got {type(aux).__name__}")
+    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+        raise TypeError(f"{OP}: return_aux must be an AuxRequest, but got {type(return_aux).__name__}")
+    for name, flag in (("enable_gqa", enable_gqa), ("deterministic", deterministic)):
+        if not isinstance(flag, bool) and (flag is not None or name == "enable_gqa"):
+            raise TypeError(f"{OP}: {name} must be a bool, but got {type(flag).__name__}")
     p = _check.number(OP, "dropout_p", dropout_p)
     _check.value(OP, 0 <= p < 1, "dropout_p must be at least 0 and less than 1", p)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else _check.number(OP, "scale", scale)
@@ -114,7 +114,7 @@ def flex_attention(
         scale=factor,
         bshd=bshd,
         max_scores=bool(wants_max),
-        deterministic=_xla_is_deterministic() if deterministic is None else bool(deterministic),
+        deterministic=_xla_is_deterministic() if deterministic is None else deterministic,
         dropout_p=p,
     )
     if 0 in (B, H, M, N, E):
@@ -243,7 +243,10 @@ def _seed(p: float, key: Any) -> list[jax.Array]:
         return []
     if key is None:
         raise ValueError(f"{OP}: dropout_key must be a key of jax.random.key where dropout_p is not 0, but got None")
-    return [jax.random.bits(key, (2,), jnp.uint32)]
+    try:
+        return [jax.random.bits(key, (2,), jnp.uint32)]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{OP}: dropout_key must be a key of jax.random.key, but got another: {error}") from error
 
 
 def _nothing(call: Call, q: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:

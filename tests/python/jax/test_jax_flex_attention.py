@@ -608,6 +608,19 @@ def test_a_saved_output_is_not_computed_again() -> None:
         assert text.count("fusegrad_flex_attention[") == forwards, policy
 
 
+def test_export() -> None:
+    export = pytest.importorskip("jax.export")
+    ours, _, inputs, _ = case("cpu", "float32")
+    run = jax.jit(jax.grad(lambda *x: ours(*x).sum(), (0, 3)))
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in fj.TARGETS]
+    found = export.export(run, platforms=["cpu"], disabled_checks=checks)(*inputs).call(*inputs)
+    for x, t in zip(found, run(*inputs), strict=True):
+        np.testing.assert_array_equal(x, t)
+    shape = export.symbolic_shape("a, 2, 8, 8")
+    with pytest.raises(NotImplementedError, match=f"{OP}: query must have a shape of numbers"):
+        export.export(jax.jit(lambda q: flex_attention(q, q, q)))(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
 def test_a_second_derivative_is_refused() -> None:
     ours, _, inputs, _ = case()
     of = lambda q: ours(q, *inputs[1:]).sum()  # noqa: E731
@@ -781,6 +794,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"return_aux": True}, TypeError, "return_aux must be an AuxRequest, but got bool"),
     ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, but got 1.0"),
     ({"dropout_p": 0.5}, ValueError, "dropout_key must be a key of jax.random.key where dropout_p is not 0"),
+    ({"dropout_p": 0.5, "dropout_key": 3}, TypeError, "dropout_key must be a key of jax.random.key"),
+    ({"deterministic": 1}, TypeError, "deterministic must be a bool, but got int"),
+    ({"enable_gqa": None}, TypeError, "enable_gqa must be a bool, but got NoneType"),
     ({"score_mod": 3}, TypeError, "score_mod must be a function, but got int"),
     ({"block_mask": 3}, TypeError, "block_mask must be a BlockMask of fusegrad.jax, but got int"),
     ({"block_mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 9)}, ValueError,
