@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "no counterpart": (lambda s, b, h, q, kv: lax.lgamma(s), "the primitive lgamma, which score_mods do not have"),
     "within jit": (lambda s, b, h, q, kv: jax.jit(lax.digamma)(s), "the primitive digamma, which"),
     "random": (lambda s, b, h, q, kv: s + jax.random.uniform(jax.random.key(q)), "draw random numbers outside"),
-    "printing": (lambda s, b, h, q, kv: s + (jax.debug.print("{}", s) or 0), "the primitive debug_p[a-z]*, which has"),
+    "printing": (lambda s, b, h, q, kv: s + (jax.debug.print("{}", s) or 0), "the primitive debug_[a-z]*, which"),
     "complex": (lambda s, b, h, q, kv: lax.complex(s, s).real, "numbers of type complex64"),
     "steps": (lambda s, b, h, q, kv: lax.fori_loop(0, 100, lambda i, x: x * 0.9, s), "which has 100 steps"),
     "a loop until": (
