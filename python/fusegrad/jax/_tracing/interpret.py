@@ -167,12 +167,9 @@ def _is_free(x: Value, aval: Any) -> bool:
 def _computed(equation: Any, arrays: list[Any], is_literal: bool) -> list[Any]:
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    with contextlib.ExitStack() as stack:
-        if is_literal:  # numbers of the text: also where all else is traced, and on no mesh
-            stack.enter_context(jax.ensure_compile_time_eval())
-            stack.enter_context(jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())))
-        else:
-            stack.enter_context(equation.ctx.manager)
+    # Of literals there is a value also where all else is traced; within shard_map JAX would compute none.
+    now = is_literal and not jax.sharding.get_abstract_mesh().manual_axes
+    with equation.ctx.manager, jax.ensure_compile_time_eval() if now else contextlib.nullcontext():
         out = equation.primitive.bind(*functions, *arrays, **params)
     return list(out) if equation.primitive.multiple_results else [out]
 
@@ -229,8 +226,9 @@ def _cond(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     """Both branches are computed, as under vmap."""
     which, *args = operands
     branches = [interpret(t, branch, args) for branch in equation.params["branches"]]
-    if isinstance(which, Known) and which.number is not None:
-        return branches[min(max(int(which.number), 0), len(branches) - 1)]
+    taken = t.g.value(which.at(()))
+    if taken is not None:
+        return branches[min(max(int(taken), 0), len(branches) - 1)]
     return [_choice(t, which, cases, equation) for cases in zip(*branches, strict=True)]
 
 
@@ -304,9 +302,10 @@ def _while(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     test, body, carry = operands[:of_test], operands[of_test : of_test + of_body], operands[of_test + of_body :]
     for _ in range(MAX_UNROLLED + 1):
         (going,) = interpret(t, params["cond_jaxpr"], [*test, *carry])
-        if not isinstance(going, Known) or going.number is None:
+        more = t.g.value(going.at(()))
+        if more is None:
             raise _refused(equation, "runs until a value says so", "use a number of steps: lax.fori_loop(0, 8, ...)")
-        if not going.number:
+        if not more:
             return list(carry)
         carry = interpret(t, params["body_jaxpr"], [*body, *carry])
     raise _refused(equation, f"has more than {MAX_UNROLLED} steps", "use fewer, or sums and products of matrices")
@@ -343,5 +342,5 @@ _CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
     **dict.fromkeys(SCATTERS, scatter),
 }
 
-SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED, "iota"})
+SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED})
 """The names of the primitives that a score_mod may have."""
