@@ -84,7 +84,7 @@ def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
 
 def test_promises_that_are_not_kept() -> None:
     table = jnp.ones(4, bool)
-    with pytest.raises(IndexError, match="create_block_mask: mask_mod: index [4-7] is out of range for dimension 0"):
+    with pytest.raises(IndexError, match=r"create_block_mask: mask_mod: index [4-7] is out of range for dimension 0"):
         bm.create_block_mask(lambda b, h, q, kv: table[jnp.stack([q, q])].all(), 1, 1, 8, 8)
 
 
