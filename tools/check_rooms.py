@@ -29,7 +29,7 @@ PYTHON_ROOMS = {
 }
 PYTHON_LEVEL = {prefix: level for level, prefixes in enumerate(PYTHON_ROOMS.values()) for prefix in prefixes}
 # Without torch, and so without the others.
-ALONE = ("jax", "_environment", "_mod_fold")
+ALONE = ("jax", "_environment", "_mod_fold", "_tracing.names", "_tracing.ops")
 MADE = ("_C", "_build")  # by the build
 # From below. The longest prefix of a file's path counts.
 ROOMS = {

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from ._block_states import states_by_bounds
 from ._score_mod import Mod, trace_mask_mod
 
 __all__ = ["BlockMask", "block_mask_from_dense", "block_mask_from_torch", "create_block_mask", "varlen_mask"]
@@ -72,7 +74,8 @@ def create_block_mask(
     """Makes a :class:`BlockMask` of a mask_mod, with the lists that PyTorch's ``create_block_mask`` makes.
 
     The mask_mod may capture arrays and tracers. The call may stand within ``jit``, ``vmap`` and the like, and what it
-    makes may cross them. Pairs are asked a row of blocks at a time.
+    makes may cross them. Where what it captures has values, bounds of the mask_mod over whole blocks decide most of
+    them, and pairs are asked where these do not; of tracers all pairs are asked, a row of blocks at a time.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, of scalars.
@@ -85,6 +88,7 @@ def create_block_mask(
     Raises:
         TraceError: where the mask_mod does what cannot be traced.
         ValueError, TypeError: ``fusegrad.jax.create_block_mask: what must hold, but got <value>``.
+        IndexError: where indices that the mask_mod promised to be in range are not, and what it captures has values.
     """
     op = "fusegrad.jax.create_block_mask"
     if not callable(mask_mod):
@@ -95,8 +99,12 @@ def create_block_mask(
 
 def _made(op: str, mask_mod: Callable[..., Any], sizes: tuple[int, ...], block: tuple[int, int]) -> BlockMask:
     mod = trace_mask_mod(mask_mod, sizes=_told(sizes), op=op)
-    any_pair, all_pairs = _states(mask_mod, sizes, block)
-    return _listed(any_pair & ~all_pairs, all_pairs, mod, block, (sizes[2], sizes[3]))
+    states = states_by_bounds(op, mod, sizes, block)
+    if states is None:
+        any_pair, all_pairs = _states(mask_mod, sizes, block)
+        return _listed(any_pair & ~all_pairs, all_pairs, mod, block, (sizes[2], sizes[3]))
+    states = np.broadcast_to(states, (*sizes[:2], *states.shape[2:]))
+    return _listed(states == 1, states == 2, mod, block, (sizes[2], sizes[3]))
 
 
 def _told(sizes: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -104,11 +112,10 @@ def _told(sizes: tuple[int, ...]) -> tuple[int | None, ...]:
     return (*(n if n > 1 else None for n in sizes[:2]), *sizes[2:])
 
 
-def _listed(
-    partial: jax.Array, full: jax.Array, mod: Mod, block: tuple[int, int], lengths: tuple[int, int]
-) -> BlockMask:
-    orders = [jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32) for listed in (partial, full)]
-    counts = [listed.sum(-1, dtype=jnp.int32) for listed in (partial, full)]
+def _listed(partial: Any, full: Any, mod: Mod, block: tuple[int, int], lengths: tuple[int, int]) -> BlockMask:
+    library: Any = np if isinstance(partial, np.ndarray) else jnp
+    orders = [jnp.asarray(library.argsort(~listed, axis=-1, stable=True), jnp.int32) for listed in (partial, full)]
+    counts = [jnp.asarray(listed.sum(-1), jnp.int32) for listed in (partial, full)]
     return BlockMask(counts[0], orders[0], counts[1], orders[1], mod, block, lengths)
 
 

@@ -83,7 +83,10 @@ def _trace(
         ]
         (result,) = interpret(t, closed, inputs)
         text, buffers, _ = t.g.compact(result.at(()))
-    except (Refused, OneByOne, ValueError, RecursionError) as error:
+    except RecursionError:
+        long = Refused("a long chain of operations on arrays", "index the arrays before, and compute on single numbers")
+        raise located(long, op, kind) from None
+    except (Refused, OneByOne, ValueError) as error:
         raise located(error, op, kind) from (None if isinstance(error, Refused) else error)
     return Mod(text, tuple(t.buffers[i] for i in buffers), ())
 

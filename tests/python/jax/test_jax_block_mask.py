@@ -13,6 +13,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from fusegrad.jax import _block_mask as bm  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from jax_score_mods import CASES, Case, over_all_pairs  # noqa: E402
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask, noop_mask  # noqa: E402
@@ -51,9 +53,39 @@ def mask_of(case: Case) -> Any:
 
 @pytest.mark.parametrize("case", [c for c in CASES if mask_of(c) is not None], ids=lambda case: case.name)
 @pytest.mark.parametrize("block", [4, (8, 16)], ids=str)
-def test_masks_of_the_field(case: Case, block: Any) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bounds, and by all pairs as where what they capture is traced."""
     mask_mod = mask_of(case)
+    if traced:
+        monkeypatch.setattr(bm, "states_by_bounds", lambda *_: None)
     check(bm.create_block_mask(mask_mod, *SIZES, BLOCK_SIZE=block), over_all_pairs(mask_mod, SIZES))
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(["int32", "int8", "uint8", "float32", "bfloat16", "bool"]))
+@settings(max_examples=40, deadline=None)
+def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
+    """Of random captured tables, read at indices with ranges."""
+    generator = np.random.default_rng(seed)
+    sizes = (2, 2, int(generator.integers(1, 70)), int(generator.integers(1, 70)))
+    block = (int(generator.integers(1, 20)), int(generator.integers(1, 20)))
+    table = jnp.asarray(np.sort(generator.integers(-3, 4, (2, 90)), axis=1) % 7, dtype)
+    start, step = (int(x) for x in generator.integers(1, 9, 2))
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        near = jnp.abs(table[b, q + start] * 1 - table[h, (kv * step) // 8]) < 2 if dtype != "bool" else table[b, q]
+        return near & (q - kv < 30) | (table[b, jnp.clip(q - kv, 0, 80)] > table[h, kv // step])
+
+    mod = bm.trace_mask_mod(mask_mod, sizes=sizes)
+    states = bm.states_by_bounds("test", mod, sizes, block)
+    any_pair, all_pairs = bm._states(mask_mod, sizes, block)
+    np.testing.assert_array_equal(np.broadcast_to(states, any_pair.shape), any_pair.astype(int) + all_pairs)
+
+
+def test_promises_that_are_not_kept() -> None:
+    table = jnp.ones(4, bool)
+    with pytest.raises(IndexError, match=r"create_block_mask: mask_mod: index [4-7] is out of range for dimension 0"):
+        bm.create_block_mask(lambda b, h, q, kv: table[jnp.stack([q, q])].all(), 1, 1, 8, 8)
 
 
 def test_any_batch_and_head() -> None:

@@ -195,6 +195,34 @@ def test_supported(name: str, told: bool) -> None:
     check_score_mod(lambda: mod, [], SIZES, told=told)
 
 
+BORDERS: dict[str, Callable[[Any], Any]] = {
+    "abs": jnp.abs,
+    "sqrt": lambda s: jnp.sqrt(jnp.abs(s)) + jnp.cbrt(s),
+    "powers": lambda s: s**2 + s**1.5 + 2.0**s,
+    "extrema": lambda s: jnp.maximum(s, 1.0) + jnp.minimum(s, -1.0) + jnp.clip(s, -2, 0.5),
+    "clamp": lambda s: lax.clamp(-1.0, s, 1.0),
+    "rounding": lambda s: jnp.round(s) + lax.round(s) * 3 + jnp.floor(s) * 5 + jnp.ceil(s) * 7 + jnp.trunc(s) * 11,
+    "remainders": lambda s: jnp.fmod(s, 1.5) + 3 * (s % 1.5) + 5 * (s % -1.5) + 7 * (s // 1.5),
+    "activations": lambda s: jax.nn.relu(s) + jax.nn.relu6(s) + jax.nn.elu(s) + jax.nn.leaky_relu(s) + jax.nn.selu(s),
+    "smooth": lambda s: jax.nn.softplus(s) + jax.nn.log_sigmoid(s) + jax.nn.silu(s) + jax.nn.gelu(s) + jax.nn.mish(s),
+    "hard": lambda s: jax.nn.hard_tanh(s) + jax.nn.hard_sigmoid(s) + jax.nn.hard_swish(s) + jax.nn.squareplus(s),
+    "vectors": lambda s: jax.nn.logsumexp(jnp.stack([s, s, -s])) + jax.nn.softmax(jnp.stack([s, 2 * s, 0 * s]))[0],
+    "choice": lambda s: jnp.where(s > 0, s, 0.0)
+    + lax.cond(s < 1, jnp.sin, jnp.cos, s)
+    + jnp.argmax(jnp.stack([s, -s])),
+    "scipy": lambda s: jax.scipy.special.xlogy(s * s, s * s) + jax.scipy.special.expit(s) + jnp.nan_to_num(s),
+}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_values_at_borders(name: str) -> None:
+    """Zeros of both signs, bounds, ties, halves, and far values: JAX's value and JAX's gradient."""
+    score = jnp.asarray(
+        [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0, 2.5, 3.0, -3.0, 6.0, 30.0, -30.0, 90.0, -90.0]
+    )
+    check_score_mod(lambda: lambda s, b, h, q, kv: BORDERS[name](s), [], (1, 1, 3, 6), score=score.reshape(1, 1, 3, 6))
+
+
 def test_every_supported_primitive_has_an_example() -> None:
     assert set(EXAMPLES) | ELSEWHERE >= SUPPORTED
 
@@ -207,7 +235,7 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "no counterpart": (lambda s, b, h, q, kv: lax.lgamma(s), "the primitive lgamma, which score_mods do not have"),
     "within jit": (lambda s, b, h, q, kv: jax.jit(lax.digamma)(s), "the primitive digamma, which"),
     "random": (lambda s, b, h, q, kv: s + jax.random.uniform(jax.random.key(q)), "draw random numbers outside"),
-    "printing": (lambda s, b, h, q, kv: s + (jax.debug.print("{}", s) or 0), "the primitive debug_p[a-z]*, which has"),
+    "printing": (lambda s, b, h, q, kv: s + (jax.debug.print("{}", s) or 0), "the primitive debug_[a-z]*, which"),
     "complex": (lambda s, b, h, q, kv: lax.complex(s, s).real, "numbers of type complex64"),
     "steps": (lambda s, b, h, q, kv: lax.fori_loop(0, 100, lambda i, x: x * 0.9, s), "which has 100 steps"),
     "a loop until": (

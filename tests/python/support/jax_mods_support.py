@@ -60,11 +60,17 @@ def gradients(
 
 
 def check_score_mod(
-    make: Callable[..., Callable], params: Sequence[jax.Array], sizes: Any, seed: int = 1, told: bool = True
+    make: Callable[..., Callable],
+    params: Sequence[jax.Array],
+    sizes: Any,
+    seed: int = 1,
+    told: bool = True,
+    score: jax.Array | None = None,
 ) -> Mod:
     """Values and all gradients against JAX's of the function for every pair."""
     generator = np.random.default_rng(seed)
-    score, upstream = (jnp.asarray(generator.standard_normal(sizes)) for _ in range(2))
+    drawn, upstream = (jnp.asarray(generator.standard_normal(sizes)) for _ in range(2))
+    score = drawn if score is None else score
     told_sizes = sizes if told else None
     mod = trace_score_mod(make(*params), score_dtype=jnp.float64, sizes=told_sizes)
 

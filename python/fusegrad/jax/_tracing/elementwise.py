@@ -50,7 +50,7 @@ def _register(*names: str) -> Callable[[Emit], Emit]:
 
 _SAME = words(
     """
-    abs neg sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh
+    neg sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh
     erf erfc floor ceil square atan2 hypot
     """
 )
@@ -182,10 +182,21 @@ def _polynomial(s: Scalars, a: int, *coefficients: int) -> int:
     return total
 
 
+@_register("abs")
+def _abs(s: Scalars, a: int) -> int:
+    g = s.trace.g
+    if not g.active(a):
+        return g.apply("abs", a)
+    # JAX's gradient at 0 is 1. The sum makes 0 of -0.
+    of_sign = g.apply("where", g.apply("lt", a, g.constant(0.0)), g.apply("neg", a), a)
+    return g.apply("add", of_sign, g.constant(0.0))
+
+
 @_register("cbrt")
 def _cbrt(s: Scalars, a: int) -> int:
-    g = s.trace.g
-    return g.apply("mul", g.apply("sign", a), g.apply("pow", g.apply("abs", a), g.constant(1 / 3)))
+    g, third = s.trace.g, s.trace.g.constant(1 / 3)
+    below = g.apply("neg", g.apply("pow", g.apply("neg", a), third))
+    return g.apply("where", g.apply("lt", a, g.constant(0.0)), below, g.apply("pow", a, third))
 
 
 @_register("round")

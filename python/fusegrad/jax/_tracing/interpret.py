@@ -6,6 +6,7 @@ rest there is a term where it is asked for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,12 +55,10 @@ def interpret(t: Trace, closed: Any, args: Sequence[Value]) -> list[Value]:
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    """The equations that the results need."""
+    """The equations that the results need, and those with effects."""
     needed, found = {x for x in jaxpr.outvars if not hasattr(x, "val")}, []
     for equation in reversed(jaxpr.eqns):
-        if equation.effects:
-            raise _refused(equation, "has effects", "leave it out")
-        if not needed.isdisjoint(equation.outvars):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
             needed.update(x for x in equation.invars if not hasattr(x, "val"))
             found.append(equation)
     return found[::-1]
@@ -124,6 +123,10 @@ _OF_MESHES = words(
 )
 
 
+_FREE = VIEWS | {"copy", "copy_p", "pvary", "pcast"}
+"""What reads of an array's elements need not wait for."""
+
+
 def _known(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     """The results of an equation of known arrays."""
     avals = [var.aval for var in equation.outvars]
@@ -138,13 +141,17 @@ def _known(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
             made.extend(_computed(equation, [x.array for x in operands if isinstance(x, Known)], is_literal))
         return made
 
-    name, view = equation.primitive.name, None
-    if not is_literal and (name in VIEWS or (name == "convert_element_type" and _is_free(operands[0], avals[0]))):
-        rules = _rules(t, name, equation.params, operands, avals)
-        view = None if rules is None else rules[0]
-    else:
+    name = equation.primitive.name
+    free = name in _FREE or (name == "convert_element_type" and _is_free(operands[0], avals[0]))
+    views: Sequence[Rule | None] = [None] * len(avals)
+    if (free and not is_literal) or (is_literal and any(isinstance(x, jax.core.Tracer) for x in make())):
+        views = _rules(t, name, equation.params, operands, avals) or views
+    elif not is_literal:
         make()
-    return [Known(t, aval.shape, aval.dtype, _item(make, i), view, is_literal) for i, aval in enumerate(avals)]
+    return [
+        Known(t, aval.shape, aval.dtype, _item(make, i), view, is_literal)
+        for i, (aval, view) in enumerate(zip(avals, views, strict=True))
+    ]
 
 
 def _item(make: Callable[[], list[Any]], i: int) -> Callable[[], Any]:
@@ -160,12 +167,10 @@ def _is_free(x: Value, aval: Any) -> bool:
 def _computed(equation: Any, arrays: list[Any], is_literal: bool) -> list[Any]:
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    with equation.ctx.manager:
-        if is_literal:  # a number of the text, also where all else is traced
-            with jax.ensure_compile_time_eval():
-                out = equation.primitive.bind(*functions, *arrays, **params)
-        else:
-            out = equation.primitive.bind(*functions, *arrays, **params)
+    # Of literals there is a value also where all else is traced; within shard_map JAX would compute none.
+    now = is_literal and not jax.sharding.get_abstract_mesh().manual_axes
+    with equation.ctx.manager, jax.ensure_compile_time_eval() if now else contextlib.nullcontext():
+        out = equation.primitive.bind(*functions, *arrays, **params)
     return list(out) if equation.primitive.multiple_results else [out]
 
 
@@ -221,8 +226,9 @@ def _cond(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     """Both branches are computed, as under vmap."""
     which, *args = operands
     branches = [interpret(t, branch, args) for branch in equation.params["branches"]]
-    if isinstance(which, Known) and which.is_literal:
-        return branches[min(max(int(which.array), 0), len(branches) - 1)]
+    taken = t.g.value(which.at(()))
+    if taken is not None:
+        return branches[min(max(int(taken), 0), len(branches) - 1)]
     return [_choice(t, which, cases, equation) for cases in zip(*branches, strict=True)]
 
 
@@ -296,9 +302,10 @@ def _while(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     test, body, carry = operands[:of_test], operands[of_test : of_test + of_body], operands[of_test + of_body :]
     for _ in range(MAX_UNROLLED + 1):
         (going,) = interpret(t, params["cond_jaxpr"], [*test, *carry])
-        if not (isinstance(going, Known) and going.is_literal):
+        more = t.g.value(going.at(()))
+        if more is None:
             raise _refused(equation, "runs until a value says so", "use a number of steps: lax.fori_loop(0, 8, ...)")
-        if not bool(going.array):
+        if not more:
             return list(carry)
         carry = interpret(t, params["body_jaxpr"], [*body, *carry])
     raise _refused(equation, f"has more than {MAX_UNROLLED} steps", "use fewer, or sums and products of matrices")
@@ -335,5 +342,5 @@ _CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
     **dict.fromkeys(SCATTERS, scatter),
 }
 
-SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED, "iota"})
+SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED})
 """The names of the primitives that a score_mod may have."""

@@ -31,6 +31,11 @@ def _register(name: str) -> Callable[[Layout], Layout]:
     return decorate
 
 
+@_register("iota")
+def _iota(t: Trace, params: dict[str, Any], shape: Sequence[int]) -> Rule:
+    return lambda index: index[params["dimension"]]
+
+
 @_register("broadcast_in_dim")
 def _broadcast(t: Trace, params: dict[str, Any], shape: Sequence[int], x: Value, *sizes: Value) -> Rule:
     dims = params["broadcast_dimensions"]

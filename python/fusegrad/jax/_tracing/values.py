@@ -111,9 +111,14 @@ class Known(Value):
             self._array = self._make()
         return self._array
 
+    @property
+    def number(self) -> np.ndarray | None:
+        """Of a literal its value; within shard_map JAX may have none."""
+        return np.asarray(self.array) if self.is_literal and not isinstance(self.array, jax.core.Tracer) else None
+
     def _read(self, index: Index) -> int:
-        if self.is_literal:
-            term = _number(self.trace, np.asarray(self.array), index)
+        if (number := self.number) is not None:
+            term = _number(self.trace, number, index)
             if term is not None:
                 return term
         return self.trace.load(self.array, index)
@@ -307,7 +312,10 @@ class Trace:
 
     def load(self, array: Any, index: Index) -> int:
         g = self.g
-        shape, name = np.shape(array), np.dtype(array.dtype).name if hasattr(array, "dtype") else ""
+        if not isinstance(array, jax.Array):
+            array = self._other(array, "jax", jnp.asarray)
+        category(array.dtype)
+        shape, name = array.shape, np.dtype(array.dtype).name
         if len(shape) > MAX_RANK:
             lead = len(shape) - MAX_RANK + 1
             first = self.zero
@@ -315,7 +323,6 @@ class Trace:
                 first = self.add(self.times(first, n), i)
             array = self._other(array, "merged", lambda x: x.reshape(-1, *shape[lead:]))
             index, shape = (first, *index[lead:]), (math.prod(shape[:lead]), *shape[lead:])
-        category(array.dtype)
         bits = None
         if name not in _DTYPES:
             if name == "uint32":
