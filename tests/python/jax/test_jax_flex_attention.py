@@ -892,6 +892,34 @@ SHARDED = """
         np.testing.assert_allclose(
             jax.jit(lambda *x: jax.jvp(ours, x, moving)[1])(*put),
             jax.jvp(formula, arrays, tuple(x * 0.3 for x in arrays))[1], rtol=1e-11, atol=1e-11)
+    mesh = jax.make_mesh((2, 1), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, P("data", "heads"))
+    put = [jax.device_put(x, split) for x in arrays[:3]]
+
+    # Axes that shard_map leaves to jit.
+    some = jax.shard_map(lambda q, k, v, pair: flex_attention(
+        q, k, v, lambda s, b, h, i, j: s + pair[h, i, j], enable_gqa=True), mesh=mesh, axis_names={"data"},
+        in_specs=(P("data"),) * 3 + (P(),), out_specs=P("data"))
+    alone = lambda *x: flex_attention(*x[:3], lambda s, b, h, i, j: s + x[3][h, i, j], enable_gqa=True)
+    both = [jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2, 3))) for f in (some, alone)]
+    for x, t in zip(both[0](*put, pair), both[1](q, k, v, pair), strict=True):
+        np.testing.assert_allclose(x, t, rtol=1e-11, atol=1e-11)
+
+    # Dropout: parts drop other pairs than each other, the backward those of the forward.
+    dropping = lambda *x: flex_attention(*x, enable_gqa=True, dropout_p=0.5, dropout_key=jax.random.key(0))
+    identity = jax.device_put(jnp.broadcast_to(jnp.eye(S), (B, KEY_HEADS, S, S)), split)
+    keep = np.asarray(jax.jit(dropping)(*put[:2], identity)) != 0
+    assert len({keep[b, h].tobytes() for b in range(B) for h in range(H)}) == B * H
+
+    def dropped(q, k, v):
+        k, v = (jnp.repeat(x, H // KEY_HEADS, 1) for x in (k, v))
+        p = jax.nn.softmax(jnp.einsum("bhmd,bhnd->bhmn", q, k) * D**-0.5, -1)
+        return jnp.einsum("bhmn,bhne->bhme", p * keep / 0.5, v)
+
+    grad = lambda f, x: jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2)))(*x)
+    for x, t in zip(grad(dropping, put), grad(dropped, (q, k, v)), strict=True):
+        np.testing.assert_allclose(x, t, rtol=1e-9, atol=1e-9)
+
     mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         split = jax.device_put(q, NamedSharding(mesh, P(None, None, "s")))
