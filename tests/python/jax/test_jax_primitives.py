@@ -207,6 +207,7 @@ BORDERS: dict[str, Callable[[Any], Any]] = {
     "smooth": lambda s: jax.nn.softplus(s) + jax.nn.log_sigmoid(s) + jax.nn.silu(s) + jax.nn.gelu(s) + jax.nn.mish(s),
     "hard": lambda s: jax.nn.hard_tanh(s) + jax.nn.hard_sigmoid(s) + jax.nn.hard_swish(s) + jax.nn.squareplus(s),
     "vectors": lambda s: jax.nn.logsumexp(jnp.stack([s, s, -s])) + jax.nn.softmax(jnp.stack([s, 2 * s, 0 * s]))[0],
+    "ties": lambda s: jnp.stack([s, s, -s]).max() + 3 * jnp.stack([s, 1.0, s * s, 0.0, -s]).min(),
     "choice": lambda s: jnp.where(s > 0, s, 0.0)
     + lax.cond(s < 1, jnp.sin, jnp.cos, s)
     + jnp.argmax(jnp.stack([s, -s])),

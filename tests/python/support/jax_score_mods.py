@@ -204,6 +204,7 @@ def shared_question_mask(d: Draw) -> Made:
 
 with_score("identity", lambda d: lambda s, b, h, q, kv: s)
 with_score("causal", lambda d: lambda s, b, h, q, kv: jnp.where(q >= kv, s, -jnp.inf))
+with_score("inverse causal", lambda d: lambda s, b, h, q, kv: jnp.where(q <= kv, s, -jnp.inf))
 with_score("times two", lambda d: lambda s, b, h, q, kv: s * 2)
 with_score("squared", lambda d: lambda s, b, h, q, kv: s * s - 0.5 * s**2)
 with_score("relative bias", lambda d: lambda s, b, h, q, kv: s + (q - kv))
@@ -282,6 +283,11 @@ with_floats(
     "expanded", lambda d: (d.N,), lambda t, d: lambda s, b, h, q, kv: s + jnp.broadcast_to(t, (d.H, d.N))[h, kv]
 )
 with_floats("take", lambda d: (d.N,), lambda t, d: lambda s, b, h, q, kv: s + jnp.take(t, kv) * t.take(kv, mode="clip"))
+with_floats(
+    "gather",
+    lambda d: (d.H, d.N),
+    lambda t, d: lambda s, b, h, q, kv: s + jnp.take_along_axis(t[h], kv[None], 0)[0] * jnp.take(t, h, axis=0)[0],
+)
 with_floats("reshaped", lambda d: (d.H, d.N), lambda t, d: lambda s, b, h, q, kv: s + t.reshape(-1)[h * d.N + kv])
 with_floats("clipped reads", lambda d: (4,), lambda t, d: lambda s, b, h, q, kv: s + t[q + 2] * t[q - kv])
 with_floats(
@@ -567,6 +573,33 @@ def partial(d: Draw) -> Made:
         return score * scale + bias[kv_idx]
 
     return [d.floats(d.N)], lambda bias: (functools.partial(score_mod, bias=bias, scale=0.3), None)
+
+
+@case
+def defaults_and_keywords(d: Draw) -> Made:
+    def mods(bias):
+        def score_mod(score, b, h, q_idx, kv_idx, bias=bias, *, scale=0.3):
+            return score * scale + bias[kv_idx]
+
+        return score_mod, None
+
+    return [d.floats(d.N)], mods
+
+
+@case
+def nested_functions(d: Draw) -> Made:
+    options = {"scale": 2.0, "limits": [3, 5]}
+
+    def mods(bias):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            total = score * options["scale"] + bias[kv_idx]
+            for limit in options["limits"]:
+                total = jnp.where(kv_idx > limit, total * 0.5, total)
+            return total
+
+        return score_mod, None
+
+    return [d.floats(d.N)], mods
 
 
 @case

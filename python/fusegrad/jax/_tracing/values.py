@@ -306,7 +306,23 @@ class Trace:
         result = terms[0]
         for term in terms[1:]:
             result = g.apply(combine, result, term)
-        return result
+        return self._shared(result, terms) if op in ("amax", "amin") and extent > SMALL else result
+
+    def _shared(self, extremum: int, terms: Sequence[int]) -> int:
+        """The extremum of single elements, whose gradient all share that are equal to it: of two at a time the last
+        would get more than the others."""
+        g = self.g
+        if self.in_backward or not g.active(extremum) or any(g.open_axes(x) for x in terms):
+            return extremum
+        largest = [g.apply("eq", x, extremum) for x in terms]
+        count = g.cast(largest[0], INT)
+        for one in largest[1:]:
+            count = g.apply("add", count, g.cast(one, INT))
+        upstream, backward = g.upstream(), g.backward()
+        share = g.apply("div", upstream, count)
+        for x, one in zip(terms, largest, strict=True):
+            g.add_pair(backward, x, g.apply("where", one, share, g.constant(0.0)))
+        return g.custom(upstream, extremum, backward)
 
     # --- captured arrays ---
 
