@@ -151,6 +151,7 @@ thread_local std::string last_error;
 
 // Arrays as integers: the number of score_mod::DType, the rank, the sizes. Where data will lie is aligned, as XLA's is.
 std::vector<FlexArray> arrays_of(const int64_t*& numbers, int64_t count) {
+  alignas(256) static char somewhere;
   std::vector<FlexArray> arrays;
   for (int64_t i = 0; i < count; ++i) {
     const auto dtype = static_cast<score_mod::DType>(*numbers++);
@@ -159,7 +160,7 @@ std::vector<FlexArray> arrays_of(const int64_t*& numbers, int64_t count) {
     numbers += rank;
     bool empty = false;
     for (const int64_t size : sizes) empty |= size == 0;
-    arrays.push_back({empty ? nullptr : reinterpret_cast<void*>(uintptr_t{256}), dtype, sizes});
+    arrays.push_back({empty ? nullptr : &somewhere, dtype, sizes});
   }
   return arrays;
 }

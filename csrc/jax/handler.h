@@ -85,18 +85,18 @@ struct Cuda {
 // Adds each of `Buffers` to a handler's signature.
 template <class Binding, class Function>
 auto bind(Binding&& binding, Function* function, std::initializer_list<ffi::Traits> traits) {
-  return std::move(binding).To(function, traits);
+  return std::forward<Binding>(binding).To(function, traits);
 }
 template <class Buffer, class... Buffers, class Binding, class Function>
 auto bind(Binding&& binding, Function* function, std::initializer_list<ffi::Traits> traits) {
   if constexpr (std::is_same_v<Buffer, Array>) {
-    return jax::bind<Buffers...>(std::move(binding).template Arg<Array>(), function, traits);
+    return jax::bind<Buffers...>(std::forward<Binding>(binding).template Arg<Array>(), function, traits);
   } else if constexpr (std::is_same_v<Buffer, Result>) {
-    return jax::bind<Buffers...>(std::move(binding).template Ret<Array>(), function, traits);
+    return jax::bind<Buffers...>(std::forward<Binding>(binding).template Ret<Array>(), function, traits);
   } else if constexpr (std::is_same_v<Buffer, ffi::RemainingArgs>) {
-    return jax::bind<Buffers...>(std::move(binding).RemainingArgs(), function, traits);
+    return jax::bind<Buffers...>(std::forward<Binding>(binding).RemainingArgs(), function, traits);
   } else {
-    return jax::bind<Buffers...>(std::move(binding).RemainingRets(), function, traits);
+    return jax::bind<Buffers...>(std::forward<Binding>(binding).RemainingRets(), function, traits);
   }
 }
 
