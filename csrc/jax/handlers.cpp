@@ -122,7 +122,7 @@ void forward(const Device& device, const Loss& loss, Array logits, Array target,
   if (p.targets.index != nullptr) check_range(device, loss.op, "target", target, p.cols, loss.ignore_index);
   p.logits = data(logits);
   p.logits_stride = p.cols;
-  if (gradient.size() != 0) {
+  if (!gradient.empty()) {
     p.grad = data(**gradient.get<Array>(0));
     p.grad_stride = p.cols;
   }
