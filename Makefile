@@ -1,6 +1,6 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
-#   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
+#   make build | test | test-python | test-jax | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
 #        wheel | test-wheel | release
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), JOBS (compile
@@ -26,7 +26,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
+.PHONY: test test-python test-jax test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -102,6 +102,11 @@ test: test-python test-cpp test-example
 
 test-python: build $(VENV)/.installed-test $(VENV)/.installed-test-alone
 	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# The oldest JAX, without torch.
+OLDEST_JAX ?= 0.8.0
+test-jax: build
+	$(BIN)/python tools/test_jax.py $(OLDEST_JAX)
 
 test-cpp: build
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
