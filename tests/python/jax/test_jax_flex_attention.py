@@ -78,13 +78,14 @@ def plain(
     mask: Callable[..., Any] | None = None,
     keep: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """out, lse and the largest scores by formulas of the arguments' dtype. `keep`: weights of dropout."""
+    """out, lse and the largest scores by formulas in the arguments' dtype, as a model without a kernel has them:
+    products are rounded to it. `keep`: weights of dropout."""
     B, H, M, D = query.shape
     N = key.shape[2]
     key, value = (jnp.broadcast_to(x, (B, *x.shape[1:])) for x in (key, value))
     key, value = (jnp.repeat(x, H // x.shape[1], 1) for x in (key, value))
     acc = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("bhmd,bhnd->bhmn", query, key, preferred_element_type=acc) * D**-0.5
+    scores = jnp.einsum("bhmd,bhnd->bhmn", query, key).astype(acc) * D**-0.5
     if mod is not None:
         scores = over_all_pairs(mod, (B, H, M, N), scores).astype(acc)
     if mask is not None:
@@ -98,8 +99,7 @@ def plain(
     weights = weights / jnp.where(some, total, 1)[..., None]
     if keep is not None:
         weights = weights * keep
-    out = jnp.einsum("bhmn,bhne->bhme", weights.astype(query.dtype), value, preferred_element_type=acc)
-    return out.astype(query.dtype), lse, top
+    return jnp.einsum("bhmn,bhne->bhme", weights.astype(query.dtype), value), lse, top
 
 
 # --- score_mods of several captured arrays ---------------------------------------------------------------------------
