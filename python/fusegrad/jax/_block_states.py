@@ -20,7 +20,7 @@ __all__ = ["states_by_bounds"]
 def states_by_bounds(op: str, mod: Mod, sizes: tuple[int, ...], block: tuple[int, int]) -> np.ndarray | None:
     """[B, H, rows, columns], of each block 0, 1 or 2 where no pair, some or all take part; 1 batch or head of what the
     mask_mod does not ask. None: something captured has no value here, as within jit, or no elements."""
-    if any(isinstance(x, jax.core.Tracer) or x.size == 0 for x in mod.buffers):
+    if any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable or x.size == 0 for x in mod.buffers):
         return None
     captured = [np.asarray(jax.device_get(x), order="C") for x in mod.buffers]
     tables = [

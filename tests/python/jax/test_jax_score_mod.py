@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-# Before JAX makes its devices: two of the CPU at least, programs that compile fast.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-)
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402

@@ -261,6 +261,8 @@ class Trace:
     def clipped(self, term: int, low: int, high: int) -> int:
         """An integer within bounds."""
         g = self.g
+        if low == high:
+            return g.constant(low)
         least, most = self.bounds(term)
         if least < low:
             term = g.apply("max", term, g.constant(low))
