@@ -1,10 +1,12 @@
-"""Models of proteins: triangle attention with padded residues beside all peers, a block of Boltz's trunk with its own
-attention, cuEquivariance's and ours, and the host's time of a call.
+"""Models of proteins: triangle attention with padded residues beside all peers, rows of an MSA, attention with a pair
+bias, a block of Boltz's trunk with its own attention, cuEquivariance's and ours, and the host's time of a call.
 
 Triangle attention, forward and backward each for itself, in bfloat16 and float32; "ordered" is our deterministic
-backward. "pairs" is a whole step of Boltz's pairformer layer, its own code: `own` computes attention as the package
-does, `cuequivariance` with its flag for that, `fusegrad` after `fusegrad.integrations.folding.apply("boltz")`. Errors
-are against float64. "host" is a call so small that its time is the host's.
+backward. "msa" is the same function for sequences of which each has all keys. "tokens" is attention_pair_bias with its
+norms, projections and gate, of one sample of a trunk and of the samples of a diffusion step. "pairs" is a whole step of
+Boltz's pairformer layer, its own code: `own` computes attention as the package does, `cuequivariance` with its flag for
+that, `fusegrad` after `fusegrad.integrations.folding.apply("boltz")`. Errors are against float64. "host" is a call so
+small that its time is the host's.
 
     python benchmarks/folding.py [--device cpu] [--rows triangle] [--peers none] [--output FOLDER]
 
@@ -34,7 +36,8 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """kind: triangle, pairs (a trunk block) or host."""
+    """kind: triangle, msa, tokens, pairs (a trunk block) or host. sizes: heads and head size; of an MSA its sequences
+    first; of tokens the samples first and the width of the pair representation last."""
 
     kind: str
     N: int
@@ -47,15 +50,21 @@ class Row:
 
 
 CUDA_ROWS = (
-    *(Row("triangle", N, dtype, (4, 32)) for dtype in (BF16, FP32) for N in (256, 512, 768, 1024)),
-    Row("triangle", 253, BF16, (4, 32)),
+    *(Row("triangle", N, BF16, (4, 32)) for N in (256, 512, 768, 1024)),
+    Row("host", 8, BF16, (4, 32)),
     *(Row("pairs", N, BF16, (384, 128, 16)) for N in (256, 512)),
     Row("pairs", 256, FP32, (384, 128, 16)),
-    Row("host", 8, BF16, (4, 32)),
+    *(Row("tokens", N, dtype, (1, 16, 24, 128)) for dtype in (BF16, FP32) for N in (384, 768)),
+    *(Row("tokens", 384, dtype, (48, 16, 48, 128)) for dtype in (BF16, FP32)),
+    *(Row("msa", 256, dtype, (512, 8, 32)) for dtype in (BF16, FP32)),
+    *(Row("triangle", N, FP32, (4, 32)) for N in (256, 512, 768, 1024)),
+    Row("triangle", 253, BF16, (4, 32)),
 )
 CPU_ROWS = (
     Row("triangle", 64, FP32, (4, 32)),
     Row("triangle", 61, FP32, (4, 32)),
+    Row("msa", 48, FP32, (16, 8, 32)),
+    Row("tokens", 64, FP32, (2, 4, 24, 32)),
     Row("pairs", 48, FP32, (96, 64, 8)),
     Row("host", 2, FP32, (4, 32)),
 )
@@ -84,7 +93,8 @@ def timed(works: dict[str, Callable[[], object]], result: Result, options: Optio
 
 
 def triangle(row: Row, options: Options) -> Result:
-    given = folding.problem(row.N, *row.sizes, row.dtype)
+    *sequences, H, D = row.sizes
+    given = folding.problem(row.N, H, D, row.dtype, *sequences)
     result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
     attentions = {"fusegrad": folding.ours(given)}
     if options.device == "cuda":
@@ -110,6 +120,45 @@ def triangle(row: Row, options: Options) -> Result:
 
         def both(attention: folding.Triangle = attention) -> None:
             torch.autograd.grad(attention(*given.leaves), given.leaves, given.upstream)
+
+        works[f"{name} forward"] = forward
+        works[f"{name} both"] = both
+        if options.device == "cuda":
+            result["peak_mib"][name] = cuda_peak_mib(both)
+    timed(works, result, options)
+    return result
+
+
+def tokens(row: Row, options: Options) -> Result:
+    M, H, D, c = row.sizes
+    given = folding.pair_bias_problem(M, row.N, H, D, c, row.dtype)
+    exact = given.double()
+    right = exact.out(folding.pair_bias_formula)
+    truth = [right.detach(), *torch.autograd.grad(right, exact.leaves, exact.upstream)]
+    result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
+    works: dict[str, Callable[[], object]] = {}
+    for name, way in folding.pair_bias_functions(options.peers).items():
+        outcome = Outcome(lambda way=way: (attention := way(), given.out(attention)))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+            continue
+        attention, out = outcome.value
+        found = [out.detach(), *torch.autograd.grad(out, given.leaves, given.upstream)]
+        # Padded tokens are queries like others in some, and nothing in others.
+        kept = (given.mask != 0)[..., None]
+        pairs_of = zip(("out", *given.given), found, truth, strict=True)
+        result["errors"][name] = {
+            what: float(((mine.double() - theirs) * (kept if what == "out" else 1)).norm() / theirs.norm())
+            for what, mine, theirs in pairs_of
+            if what != "b_ln_z"  # one number more for all of a row's scores: its gradient is 0
+        }
+
+        def forward(attention: folding.PairBias = attention) -> None:
+            with torch.no_grad():
+                given.out(attention)
+
+        def both(attention: folding.PairBias = attention) -> None:
+            torch.autograd.grad(given.out(attention), given.leaves, given.upstream)
 
         works[f"{name} forward"] = forward
         works[f"{name} both"] = both
@@ -182,7 +231,7 @@ def host(row: Row, options: Options) -> Result:
     return result
 
 
-MEASURED = {"triangle": triangle, "pairs": pairs, "host": host}
+MEASURED = {"triangle": triangle, "msa": triangle, "tokens": tokens, "pairs": pairs, "host": host}
 
 
 def goals(row: Row, result: Result, peers: Sequence[str]) -> list[tuple[str, bool]]:
@@ -194,7 +243,7 @@ def goals(row: Row, result: Result, peers: Sequence[str]) -> list[tuple[str, boo
 
     if row.kind == "host":
         at_most("us of the host, forward", result["host_us"]["fusegrad"], 60)
-    if row.kind == "triangle":
+    if row.kind in ("triangle", "msa", "tokens"):
         for part in ("forward", "both"):
             theirs = {
                 name: over(result, f"fusegrad {part}", f"{name} {part}") for name in peers if f"{name} {part}" in ms
@@ -202,7 +251,7 @@ def goals(row: Row, result: Result, peers: Sequence[str]) -> list[tuple[str, boo
             if theirs:
                 name = max(theirs, key=lambda peer: theirs[peer])
                 at_most(f"{part}, times {name}'s", theirs[name], 1.0)
-        if "cuequivariance both" in ms:
+        if row.kind == "triangle" and "cuequivariance both" in ms:
             at_most("both, times cuequivariance's", over(result, "fusegrad both", "cuequivariance both"), 1 / 2.5)
         if "ordered both" in ms:
             at_most("deterministic, times the default", over(result, "ordered both", "fusegrad both"), 1.1)

@@ -1,4 +1,5 @@
-"""Triangle attention, and a block of Boltz's trunk, by fusegrad and by all peers that can compute them."""
+"""Triangle attention, attention with a pair bias, and a block of Boltz's trunk, by fusegrad and by all peers that can
+compute them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ NAMES = ("out", "q", "k", "v", "bias")
 
 @dataclass
 class Problem:
-    """q, k and v ``[1, N, H, N, D]``, the bias ``[1, 1, H, N, N]``, the mask ``[1, N, 1, 1, N]`` of residues that are
-    padding in the last eighth, the upstream gradient."""
+    """q, k and v ``[1, R, H, N, D]``, the bias ``[1, 1, H, N, N]``, the mask ``[1, R, 1, 1, N]`` of residues that are
+    padding in the last eighth, the upstream gradient. R rows: N residues of a triangle, or the sequences of an MSA."""
 
     q: Tensor
     k: Tensor
@@ -32,14 +33,17 @@ class Problem:
         return self.q, self.k, self.v, self.bias
 
 
-def problem(N: int, H: int, D: int, dtype: torch.dtype) -> Problem:
+def problem(N: int, H: int, D: int, dtype: torch.dtype, sequences: int | None = None) -> Problem:
+    """Triangle attention, or of `sequences` rows that are all there."""
     torch.manual_seed(0)
-    q, k, v, upstream = (torch.randn(1, N, H, N, D).to(dtype) for _ in range(4))
+    rows = N if sequences is None else sequences
+    q, k, v, upstream = (torch.randn(1, rows, H, N, D).to(dtype) for _ in range(4))
     bias = torch.randn(1, 1, H, N, N).to(dtype)
     there = torch.arange(N) < N - N // 8
-    mask = (there[:, None] & there)[None, :, None, None].contiguous()
+    rows_there = there if sequences is None else torch.ones(rows, dtype=torch.bool)
+    mask = (rows_there[:, None] & there)[None, :, None, None].contiguous()
     # Nothing of padded rows reaches a loss.
-    upstream = upstream * there.view(1, N, 1, 1, 1) * there.view(1, 1, 1, N, 1)
+    upstream = upstream * rows_there.view(1, rows, 1, 1, 1) * there.view(1, 1, 1, N, 1)
     return Problem(*(t.requires_grad_() for t in (q, k, v, bias)), mask, upstream)
 
 
@@ -142,6 +146,83 @@ PEERS: dict[str, dict[str, Callable[[Problem], Triangle]]] = {
     "cuda": {"cuequivariance": cuequivariance, "trifast": trifast, "sdpa": sdpa, "flex": flex, "math": formula},
     "cpu": {"sdpa": sdpa, "math": formula},
 }
+
+
+# --- attention with a pair bias: its norms, projections and gate too ---
+
+PairBias = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class PairBiasProblem:
+    """M samples ``[M, N, H * D]`` that share a pair representation ``[1, N, N, c]``, of tokens that are padding in the
+    last eighth, and all weights."""
+
+    given: dict[str, Tensor]
+    heads: int
+    mask: Tensor
+    upstream: Tensor
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return list(self.given.values())
+
+    def out(self, attention: PairBias) -> Tensor:
+        """As all functions of this signature: cuEquivariance's."""
+        single, pair, *_ = self.leaves
+        weights = {name: t for name, t in self.given.items() if name not in ("single", "pair")}
+        return attention(single, pair, self.mask, self.heads, **weights)[0]
+
+    def double(self) -> PairBiasProblem:
+        given = {name: t.detach().double().requires_grad_() for name, t in self.given.items()}
+        return PairBiasProblem(given, self.heads, self.mask.double(), self.upstream.double())
+
+
+def pair_bias_problem(M: int, N: int, H: int, D: int, c: int, dtype: torch.dtype) -> PairBiasProblem:
+    torch.manual_seed(0)
+    width = H * D
+    given = {"single": torch.randn(M, N, width), "pair": torch.randn(1, N, N, c)}
+    for name, size in (("a", width), ("z", c)):
+        given |= {f"w_ln_{name}": torch.rand(size) + 0.5, f"b_ln_{name}": 0.1 * torch.randn(size)}
+    given |= {f"w_proj_{name}": torch.randn(width, width) / width**0.5 for name in "qkvgo"}
+    given |= {"b_proj_q": 0.1 * torch.randn(width), "w_proj_z": torch.randn(H, c) / c**0.5}
+    mask = (torch.arange(N) < N - N // 8).to(dtype)[None]
+    upstream = torch.randn(M, N, width).to(dtype) * mask[..., None]
+    return PairBiasProblem({name: t.to(dtype).requires_grad_() for name, t in given.items()}, H, mask, upstream)
+
+
+def pair_bias_formula(
+    single: Tensor, pair: Tensor, mask: Tensor, heads: int, w_ln_a: Tensor, b_ln_a: Tensor, w_ln_z: Tensor,
+    b_ln_z: Tensor, w_proj_q: Tensor, w_proj_k: Tensor, w_proj_v: Tensor, w_proj_g: Tensor, w_proj_o: Tensor,
+    b_proj_q: Tensor, w_proj_z: Tensor,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """AlphaFold 3's Algorithm 24 without its adaptive norm, as models write it."""
+    a = F.layer_norm(single, single.shape[-1:], w_ln_a, b_ln_a)
+    bias = F.linear(F.layer_norm(pair, pair.shape[-1:], w_ln_z, b_ln_z), w_proj_z).permute(0, 3, 1, 2)
+    parts = ((w_proj_q, b_proj_q), (w_proj_k, None), (w_proj_v, None))
+    q, k, v = (F.linear(a, *part).unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
+    score = q @ k.mT * q.shape[-1] ** -0.5 + bias + ((mask - 1) * 1e6)[:, None, None]
+    out = (score.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return F.linear(F.linear(a, w_proj_g).sigmoid() * out, w_proj_o), None
+
+
+def pair_bias_functions(peers: Sequence[str]) -> dict[str, Callable[[], PairBias]]:
+    def fusegrad() -> PairBias:
+        from fusegrad import attention_pair_bias
+
+        return attention_pair_bias
+
+    def cuequivariance() -> PairBias:
+        from cuequivariance_torch import attention_pair_bias
+
+        return attention_pair_bias
+
+    ways: dict[str, Callable[[], PairBias]] = {"fusegrad": fusegrad}
+    if "cuequivariance" in peers:
+        ways["cuequivariance"] = cuequivariance
+    if "math" in peers:
+        ways["math"] = lambda: pair_bias_formula
+    return ways
 
 
 # --- a block of Boltz's trunk, its own code ---

@@ -16,6 +16,7 @@ if with_torch:
     from . import (
         _flops,
         _loss_chunks,  # noqa: F401  it implements ops
+        mods,
         utils,
     )
     from ._load import check_targets_enabled, set_check_targets
@@ -70,6 +71,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",
+    "mods",
     "set_check_targets",
     "trace_mask_mod",
     "trace_score_mod",

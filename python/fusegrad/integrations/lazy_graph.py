@@ -49,6 +49,26 @@ class Placeholder(torch.autograd.Function):
         return None, None, *(next(made) if wants else None for wants in wanted)
 
 
+def _refuse_node_hooks(kind: Any) -> None:
+    """A loss without the logits has no gradient that a hook of their node could be given."""
+
+    def refused(name: str) -> Any:
+        def method(node: Any, *_: Any) -> Any:
+            raise NotImplementedError(
+                f"LazyLogits: grad_fn.{name} must be called of computed logits, but got those of "
+                f"{type(node).__name__}, which a loss may do without: call their materialize() first, or give the hook "
+                "to the logits (register_hook)"
+            )
+
+        return method
+
+    for name in ("register_hook", "register_prehook"):
+        setattr(kind._backward_cls, name, refused(name))
+
+
+_refuse_node_hooks(Placeholder)
+
+
 class Link(torch.autograd.Function):
     """A tensor without memory in a lazy tensor's place in the graph, as it is now."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_reference import dense
+from coverings import each_of, pairs_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, flex_attention
 from torch import Tensor
@@ -110,23 +111,23 @@ def check(
         assert relative(ours, truth) <= 1e-2
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", BIASES)
+@each_of({"deterministic": [False, True], "sizes": [*SIZES], "name": [*BIASES]})
 def test_gradients(name: str, sizes: str, deterministic: bool) -> None:
     check(name, *SIZES[sizes], 32, torch.bfloat16, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [24, 64, 128])
-@pytest.mark.parametrize("name", BIASES)
+@each_of({"dtype": [torch.float16, torch.float32], "size": [24, 64, 128], "name": [*BIASES]})
 def test_head_sizes_and_dtypes(name: str, size: int, dtype: torch.dtype) -> None:
     check(name, *SIZES["one batch more"], size, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", ["one batch more", "odd", "windows"])
-@pytest.mark.parametrize("name", ["neighbours", "every n-th", "all batches", "groups, and all batches"])
+@pairs_of(
+    {
+        "dtype": [torch.float16, torch.float32],
+        "sizes": ["one batch more", "odd", "windows"],
+        "name": ["neighbours", "every n-th", "all batches", "groups, and all batches"],
+    }
+)
 def test_tables_of_other_dtypes(name: str, sizes: str, dtype: torch.dtype) -> None:
     check(name, *SIZES[sizes], 32, torch.bfloat16, of_tables=dtype)
 

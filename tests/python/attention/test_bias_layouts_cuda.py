@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_reference import dense
+from coverings import pairs_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import flex_attention
 from torch import Tensor
@@ -29,10 +30,14 @@ LAYOUTS: dict[str, Callable[[int, int, int, int], tuple[tuple[int, ...], Callabl
 }
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "causal"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", [(3, 4, 130, 203), (2, 9, 70, 136), (2, 40, 200, 129), (9, 3, 60, 61)], ids=str)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pairs_of(
+    {
+        "masked": [False, True],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "sizes": [(3, 4, 130, 203), (2, 9, 70, 136), (2, 40, 200, 129), (9, 3, 60, 61)],
+        "name": [*LAYOUTS],
+    }
+)
 def test_layouts(name: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, masked: bool) -> None:
     b, h, m, n = sizes
     shape, view = LAYOUTS[name](*sizes)

@@ -10,6 +10,7 @@ import fusegrad
 import pytest
 import torch
 from biased_formulas import weights
+from coverings import rows_of
 from fusegrad import attention_pair_bias, biased_attention, triangle_attention
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
@@ -96,7 +97,7 @@ def good() -> dict[str, Any]:
     return {"query": q, "key": q.clone(), "value": q.clone(), "biases": [torch.randn(2, 1, 3, 7, 7)]}
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "changed, error, text",
     [
         (
@@ -164,7 +165,7 @@ def test_errors(changed: dict[str, Any], error: type[Exception], text: str) -> N
         biased_attention(**{**good(), **changed})
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "changed, error, text",
     [
         (
@@ -210,7 +211,7 @@ def test_errors_of_triangle_attention(changed: dict[str, Any], error: type[Excep
         triangle_attention(**{"q": q, "k": q, "v": q, "bias": torch.randn(2, 1, 3, 7, 7), **changed})
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "changed, text",
     [
         (

@@ -11,6 +11,7 @@ import fusegrad
 import pytest
 import torch
 from biased_formulas import DEVICE_DTYPES, TABLE, compare, drawn, formula, gradients, problem, triangle
+from coverings import each_of, pairs_of, rows_of
 from fusegrad import biased_attention, triangle_attention
 from support import DEVICES
 from torch import Tensor
@@ -18,8 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils.checkpoint import checkpoint
 
 
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
-@pytest.mark.parametrize("name", TABLE)
+@each_of({"device, dtype": [*DEVICE_DTYPES], "name": [*TABLE]})
 def test_biases(name: str, device: str, dtype: torch.dtype) -> None:
     leaves, sizes = problem(name, device, dtype)
     compare(
@@ -30,9 +30,7 @@ def test_biases(name: str, device: str, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
-@pytest.mark.parametrize("empty_rows", ["zero", "mean"])
-@pytest.mark.parametrize("name", TABLE)
+@pairs_of({"device, dtype": [*DEVICE_DTYPES], "empty_rows": ["zero", "mean"], "name": [*TABLE]})
 def test_masks_with_empty_rows(name: str, empty_rows: str, device: str, dtype: torch.dtype) -> None:
     leaves, sizes = problem(name, device, dtype)
     for shape in {(*sizes[:-3], 1, 1, sizes[-1]), sizes[-2:], sizes}:
@@ -54,8 +52,8 @@ def test_masks_with_empty_rows(name: str, empty_rows: str, device: str, dtype: t
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
+@rows_of("device", [*DEVICES])
 def test_random_shapes(seed: int, device: str) -> None:
     """Any leading dimensions, biases that have any of them, in any order of strides, with all that may come along."""
     chance = random.Random(seed)
@@ -109,8 +107,8 @@ def test_heads_last(name: str) -> None:
     assert biased_attention(q, k, v, b, layout="heads_last").is_contiguous()
 
 
-@pytest.mark.parametrize("inf", [1e6, 1e9, 1e10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@rows_of("inf", [1e6, 1e9, 1e10])
 def test_additive_masks_of_whole_rows(inf: float, dtype: torch.dtype) -> None:
     """What packages add: rows whose keys all have it are softmaxes of what its rounding leaves of the scores."""
     torch.manual_seed(0)
@@ -198,8 +196,8 @@ def test_checkpoint(reentrant: bool) -> None:
     compare(lambda *t: checkpoint(call, *t, use_reentrant=reentrant), lambda q, k, v, *b: formula(q, k, v, b), leaves)
 
 
-@pytest.mark.parametrize("name", ["triangle", "templates that share", "no bias"])
 @pytest.mark.parametrize("dynamic", [False, True])
+@rows_of("name", ["triangle", "templates that share", "no bias"])
 def test_compile(name: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     leaves, sizes = problem(name, "cpu", torch.float64)

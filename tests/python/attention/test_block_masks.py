@@ -7,6 +7,7 @@ from collections.abc import Callable
 import fusegrad
 import pytest
 import torch
+from coverings import pairs_of
 from fusegrad import flex_attention
 from torch import Tensor
 from torch.nn.attention import flex_attention as pytorch
@@ -150,9 +151,7 @@ def lists(rows: int, cols: int, dtype: torch.dtype = torch.int32) -> tuple[Tenso
     return torch.full((1, 1, rows), cols, dtype=dtype), torch.arange(cols, dtype=dtype).expand(1, 1, rows, cols).clone()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("computed", [True, False], ids=["q lists", "no q lists"])
-@pytest.mark.parametrize("block", [BLOCK, (BLOCK, 8)], ids=["number", "pair"])
+@pairs_of({"dtype": [torch.int32, torch.int64], "computed": [True, False], "block": [BLOCK, (BLOCK, 8)]})
 def test_lists_of_ones_own(dtype: torch.dtype, computed: bool, block: int | tuple[int, int]) -> None:
     """Without a mask_mod what is listed is full; with one it is asked."""
     wide = block if isinstance(block, int) else block[1]

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from coverings import pairs_of, rows_of
 from fusegrad import _C, ScoreMod, compile_flex, flex_attention, trace_mask_mod
 from needs import has_flex_compiler, needs_flex_compiler
 from torch.nn.attention.flex_attention import create_block_mask
@@ -169,7 +170,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("given, error, message", BAD, ids=[message[:30] for _, _, message in BAD])
+@rows_of("given, error, message", [*BAD])
 def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         compile_flex(**{"head_size": 16, "architecture": "90a", **given})
@@ -195,9 +196,13 @@ BIASES = {
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 4096), (2, 4, 100, 104), (8, 4, 64, 64), (4, 16, 1024, 1024)], ids=str)
-@pytest.mark.parametrize("name", BIASES)
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "sizes": [(1, 1, 1, 4096), (2, 4, 100, 104), (8, 4, 64, 64), (4, 16, 1024, 1024)],
+        "name": [*BIASES],
+    }
+)
 def test_calls_of_told_sizes_compile_nothing(name: str, sizes: tuple[int, int, int, int], deterministic: bool) -> None:
     make, of = BIASES[name]
     batch, heads, *lengths = sizes

@@ -9,6 +9,7 @@ import fusegrad
 import pytest
 import torch
 from block_masks import BLOCK_MASKS, blocks_of, dense
+from coverings import each_of, rows_of
 from fusegrad import _C, create_block_mask, varlen_mask
 from needs import needs_flex_compiler
 from torch import Tensor
@@ -41,8 +42,8 @@ def test_there_are_enough_masks() -> None:
     assert len(BLOCK_MASKS) >= 60
 
 
-@pytest.mark.parametrize("name", BLOCK_MASKS)
-@pytest.mark.parametrize("block", [32, (64, 16)], ids=["square", "wide"])
+@rows_of("name", BLOCK_MASKS.keys(), tests=8)
+@rows_of("block", [32, (64, 16)])
 def test_as_pytorch(name: str, block: int | tuple[int, int]) -> None:
     """Whole blocks, and lengths that are no multiple of one."""
     M, N = (192, 192) if block == 32 else (187, 201)
@@ -137,7 +138,7 @@ def test_the_mask_works() -> None:
     torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "arguments, options, error, message",
     [
         ((0, -1, 8, 8), {}, ValueError, "B and H at least 1"),
@@ -243,17 +244,18 @@ def packed(q_ends: list[int], k_ends: list[int], causal: bool, window: tuple[int
     return allowed
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("window", [None, (5, -1), (9, 0), (3, 4)], ids=str)
-@pytest.mark.parametrize(
-    "q_ends, k_ends, lengths",
-    [
-        ([0, 70], None, None),
-        ([0, 10, 10, 33, 64, 70], None, None),
-        ([0, 10, 33, 64], None, (80, 71)),
-        ([0, 5, 9, 50], [0, 40, 42, 60], None),
-        ([0, 16, 32], [0, 0, 32], None),
-    ],
+@each_of(
+    {
+        "causal": [False, True],
+        "window": [None, (5, -1), (9, 0), (3, 4)],
+        "q_ends, k_ends, lengths": [
+            ([0, 70], None, None),
+            ([0, 10, 10, 33, 64, 70], None, None),
+            ([0, 10, 33, 64], None, (80, 71)),
+            ([0, 5, 9, 50], [0, 40, 42, 60], None),
+            ([0, 16, 32], [0, 0, 32], None),
+        ],
+    }
 )
 def test_packed_sequences(
     q_ends: list[int],

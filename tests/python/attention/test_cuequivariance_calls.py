@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from biased_formulas import DEVICE_DTYPES, compare, drawn, pair_bias_formula, triangle, weights
+from coverings import pairs_of, rows_of
 from fusegrad import attention_pair_bias, triangle_attention
 from torch import Tensor
 
 
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
 @pytest.mark.parametrize("B, N, Q, K", [(2, 7, 7, 7), (1, 5, 3, 9), (3, 1, 33, 17)])
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_triangle_attention(B: int, N: int, Q: int, K: int, device: str, dtype: torch.dtype) -> None:
     q, k, v = (drawn(B, N, 2, n, 8, device=device, dtype=dtype) for n in (Q, K, K))
     bias = drawn(B, 1, 2, Q, K, device=device, dtype=dtype)
@@ -59,9 +60,7 @@ def test_aux_of_triangle_attention() -> None:
     assert all(g.isfinite().all() for g in grads) and (grads[0][0, 1] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["all", "least", "rms_norm", "cached"])
-@pytest.mark.parametrize("M", [1, 3])
+@pairs_of({"dtype": [torch.float64, torch.float32], "kind": ["all", "least", "rms_norm", "cached"], "M": [1, 3]})
 def test_attention_pair_bias(kind: str, M: int, dtype: torch.dtype) -> None:
     B, N, H, DH, D, c = 2, 7, 3, 4, 10, 5
     w = weights(H, DH, D, c, dtype)

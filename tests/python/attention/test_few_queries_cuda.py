@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_reference import dense, dropout_weight
+from coverings import each_of, pairs_of
 from flex_cuda_support import DEVICE, inputs, relative
 from fusegrad import flex_attention
 from support import assert_as_good_as_eager
@@ -105,8 +106,7 @@ def compare(sizes: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
             assert relative(ours, right) <= limit, name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SIZES)
+@each_of({"dtype": [*DTYPES], "name": [*SIZES]})
 def test_sizes(name: str, dtype: torch.dtype) -> None:
     compare(SIZES[name], dtype, "plain")
 
@@ -114,18 +114,24 @@ def test_sizes(name: str, dtype: torch.dtype) -> None:
 KINDS = ["score_mod", "mask", "mask by head", "small blocks", "dropout", "negative scale"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["one query", "three tiles of a group", "odd sizes"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairs_of(
+    {
+        "dtype": [torch.bfloat16, torch.float32],
+        "name": ["one query", "three tiles of a group", "odd sizes"],
+        "kind": [*KINDS],
+    }
+)
 def test_what_shapes_the_scores(kind: str, name: str, dtype: torch.dtype) -> None:
     compare(SIZES[name], dtype, kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "sizes", [(1, 3, 3, 64, 5000, 64, 64), (2, 4, 2, 130, 3001, 128, 120), (1, 2, 2, 60, 2100, 256, 200)], ids=str
+@pairs_of(
+    {
+        "dtype": [torch.bfloat16, torch.float32],
+        "sizes": [(1, 3, 3, 64, 5000, 64, 64), (2, 4, 2, 130, 3001, 128, 120), (1, 2, 2, 60, 2100, 256, 200)],
+        "kind": ["plain", "score_mod", "mask", "dropout", "deterministic"],
+    }
 )
-@pytest.mark.parametrize("kind", ["plain", "score_mod", "mask", "dropout", "deterministic"])
 def test_usual_tiles(kind: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Their keys are split over CTAs, in deterministic mode and of wide heads dQ's too; some splits have no tiles
     under the mask, and some rows no keys."""

@@ -10,6 +10,7 @@ import pytest
 import score_mods
 import torch
 from attention_reference import dense, dropout_weight, one_by_one, over_all
+from coverings import each_of, rows_of
 from fusegrad import flex_attention
 from support import acc_of, assert_as_good_as_eager, rmse
 from torch import Tensor
@@ -131,8 +132,8 @@ def full_bias(held: list[Tensor]) -> Callable:
     return lambda s, b, h, q, kv: s + bias[h, q, kv]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@rows_of("sizes", [*SIZES])
 def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
     gqa = bool(sizes.Hkv)
     tensors = sizes.tensors(dtype)
@@ -157,7 +158,7 @@ def test_the_rounding_of_the_output_does_not_reach_the_gradients(dtype: torch.dt
         assert rmse(grad, t) <= (1.6 if on_cuda() else 1.3) * rmse(t.to(dtype), t)
 
 
-@pytest.mark.parametrize("case", [*score_mods.CASES, *score_mods.OWN_DERIVATIVES], ids=lambda case: case.name)
+@rows_of("case", [*score_mods.CASES, *score_mods.OWN_DERIVATIVES], tests=12)
 def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     sizes = (2, 2, 6, 8)
     tensors = Sizes(*sizes, 8, 5).tensors()
@@ -191,8 +192,8 @@ def test_score_mods_from_the_field(case: score_mods.Case) -> None:
 # --- masks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [128, (16, 32), (7, 13), 1], ids=str)
 @pytest.mark.parametrize("broadcast", [True, False])
+@rows_of("block", [128, (16, 32), (7, 13), 1])
 def test_block_masks_of_any_block_size(block, broadcast: bool) -> None:
     b, h = (None, None) if broadcast else (2, 2)
     table = torch.rand(2, 2, 33, 40) < 0.3
@@ -394,8 +395,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("name", LARGE)
+@each_of({"threads": [1, 2, 5], "name": [*LARGE]})
 def test_large_buffers(name: str, threads: int) -> None:
     """However the work is cut among threads, no contribution is lost or counted twice."""
     sizes, read = LARGE[name]
@@ -437,8 +437,8 @@ def test_gradients_that_are_not_wanted_are_not_made() -> None:
             torch.testing.assert_close(grad, full[i], rtol=1e-6 if on_cuda() else 0, atol=1e-6 if on_cuda() else 0)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("queries", [1, 3, 16, 17])
+@rows_of("dropout_p", [0.0, 0.2])
 def test_few_queries_of_many_heads(queries: int, dropout_p: float) -> None:
     """On the CPU the query heads of a key head are one task then, up to 64 rows; scores differ by head and query."""
     sizes = Sizes(3, 8, queries, 600, 20, 12, Hkv=2)
@@ -516,8 +516,8 @@ def test_the_gradient_of_max_scores_is_shared_by_ties() -> None:
     torch.testing.assert_close(ours, truth)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 1, 0, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@rows_of("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 1, 0, 2)])
 def test_any_strides(order: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = []
     for t in Sizes(2, 3, 40, 50, 20, 20).tensors(dtype):

@@ -13,6 +13,7 @@ import fusegrad
 import pytest
 import torch
 from attention_reference import dense
+from coverings import pairs_of, rows_of
 from fusegrad import flex_attention
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -138,8 +139,8 @@ def is_expanded(x: Tensor) -> Tensor:
     return (x[:, :1].clone().requires_grad_() * 1).expand(SHAPE)
 
 
-@pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("kind", [is_leaf, is_view_of_a_leaf, is_no_grad_view, is_unbound, is_expanded])
+@rows_of("position", [0, 1, 2])
 def test_what_would_corrupt_is_refused(kind: Callable, position: int) -> None:
     tensors = make(leaf())
     tensors[position] = kind(torch.randn(SHAPE))
@@ -186,9 +187,13 @@ def test_in_place_stays_out_of_place() -> None:
 # --- backward -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
+@pairs_of(
+    {
+        "inplace": [False, True],
+        "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+        "threads": [1, 3],
+    }
+)
 def test_three_backwards_are_bitwise_equal(
     dtype: torch.dtype, inplace: bool, threads: int, each_flex_device: str
 ) -> None:
@@ -241,9 +246,7 @@ def test_deterministic_mode() -> None:
 # --- compilers, autocast, transforms --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
+@pairs_of({"backend": ["aot_eager", "inductor"], "dynamic": [False, True], "inplace": [False, True]})
 def test_compile_without_a_graph_break(backend: str, dynamic: bool, inplace: bool, each_flex_device: str) -> None:
     if backend == "inductor" and (dynamic != inplace or (each_flex_device == "cuda" and not dynamic)):
         pytest.skip("aot_eager has all; inductor compiles for seconds, and one is enough on a GPU")
@@ -378,7 +381,7 @@ BAD = [
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("given, error, message", BAD, ids=[message[:50] for _, _, message in BAD])
+@rows_of("given, error, message", [*BAD])
 def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
     arguments = {"query": X, "key": X, "value": X, **given}
     with pytest.raises(error) as caught:
@@ -420,7 +423,7 @@ BAD_OP = [
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("given, error, message", BAD_OP, ids=[message[:50] for _, _, message in BAD_OP])
+@rows_of("given, error, message", [*BAD_OP])
 def test_bad_input_of_the_op(given: dict, error: type[Exception], message: str) -> None:
     names = ["score_mod", "buffers", "floats", "ints", "mask_mod", "mask_buffers", "mask_floats", "mask_ints"]
     names += ["kv_blocks", "block_size"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_reference import dense
+from coverings import pairs_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, compile_flex, flex_attention
 from torch import Tensor
@@ -18,10 +19,14 @@ pytestmark = ON_EACH_FAMILY
 # --- compiling ahead ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
-@pytest.mark.parametrize("length", [50, 100, 200])
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "dtype": [torch.bfloat16, torch.float32],
+        "masked": [False, True],
+        "length": [50, 100, 200],
+    }
+)
 def test_what_was_compiled_ahead_is_what_runs(
     length: int, masked: bool, dtype: torch.dtype, deterministic: bool
 ) -> None:
@@ -161,9 +166,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
-@pytest.mark.parametrize("d, e", HEADS, ids=str)
+@pairs_of({"deterministic": [False, True], "masked": [False, True], "d, e": [*HEADS]})
 def test_head_sizes(d: int, e: int, masked: bool, deterministic: bool) -> None:
     """What lies in memory behind a row's columns reaches nothing."""
     m, n, h = 300, 333, 4
@@ -333,11 +336,17 @@ def assert_near_dense(out: Tensor, tensors: list[Tensor], takes: Tensor | None =
     return truth.lse
 
 
-@pytest.mark.parametrize("block", [64, 128, 192, 256, (128, 64), (16, 128), (48, 256)], ids=str)
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize(
-    "mask_mod, of_blocks, m, n",
-    [(window, False, 700, 900), (window, True, 2300, 700), (holes, False, 2300, 700), (holes, True, 2301, 600)],
+@pairs_of(
+    {
+        "block": [64, 128, 192, 256, (128, 64), (16, 128), (48, 256)],
+        "d": [64, 128],
+        "mask_mod, of_blocks, m, n": [
+            (window, False, 700, 900),
+            (window, True, 2300, 700),
+            (holes, False, 2300, 700),
+            (holes, True, 2301, 600),
+        ],
+    }
 )
 def test_tiles_of_queries_in_several_blocks(
     mask_mod: Callable, of_blocks: bool, m: int, n: int, d: int, block: int | tuple[int, int]
@@ -364,10 +373,7 @@ def test_queries_of_tall_tiles(d: int, m: int) -> None:
     assert_near_dense(flex_attention(*tensors, enable_gqa=True), tensors)
 
 
-@pytest.mark.parametrize("modified", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("grows", [True, False], ids=["grow", "fall"])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pairs_of({"modified": [False, True], "masked": [False, True], "grows": [True, False], "d": [64, 128, 256]})
 def test_scores_that_grow_or_fall_with_the_keys(d: int, grows: bool, masked: bool, modified: bool) -> None:
     """A row's maximum is another one tile after tile, or stays the first; more rows of tiles than multiprocessors."""
     b, h, m, n = 5, 12, 700, 900

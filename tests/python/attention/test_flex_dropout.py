@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from coverings import each_of, pairs_of, rows_of
 from fusegrad import flex_attention
 from test_flex_attention import DTYPES, Sizes, block_mask, causal, check
 from torch import Tensor
@@ -48,8 +49,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_of({"sizes": [*SIZES], "dtype": [*DTYPES]})
 def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
     gqa = bool(sizes.Hkv)
     tensors = sizes.tensors(dtype)
@@ -73,11 +73,13 @@ def sum_of_all(held: list[Tensor]) -> Callable:
     )
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "sizes", [Sizes(2, 2, 70, 90, 64, 64), Sizes(1, 2, 130, 200, 128, 128), Sizes(1, 7, 80, 70, 160, 136)], ids=str
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "sizes": [Sizes(2, 2, 70, 90, 64, 64), Sizes(1, 2, 130, 200, 128, 128), Sizes(1, 7, 80, 70, 160, 136)],
+        "dtype": [*DTYPES],
+    }
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_captured_tensors(dtype: torch.dtype, sizes: Sizes, deterministic: bool) -> None:
     def held(*shape: int) -> Tensor:
         return (torch.randn(shape) * 0.5 + 0.5).requires_grad_()
@@ -102,7 +104,7 @@ def test_rows_without_a_key() -> None:
     assert not out[:, :, :40].any()
 
 
-@pytest.mark.parametrize("p", [1e-3, 0.5, 0.96, 0.97, 0.99, 1 - 2**-15, 1 - 1e-9])
+@rows_of("p", [1e-3, 0.5, 0.96, 0.97, 0.99, 1 - 2**-15, 1 - 1e-9])
 def test_every_p(p: float) -> None:
     if p <= 0.99:  # beyond, outputs are a few numbers and zeros
         check(Sizes(1, 2, 60, 400, 64, 64).tensors(), lambda _: None, [], dropout_p=p)

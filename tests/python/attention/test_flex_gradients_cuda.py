@@ -10,6 +10,7 @@ import pytest
 import score_mods
 import torch
 from attention_reference import dense, one_by_one
+from coverings import pairs_of, rows_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, flex_attention
 from green_context import stream_of
@@ -162,9 +163,7 @@ SHARED: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("size", [24, 64])
-@pytest.mark.parametrize("name", SHARED)
+@pairs_of({"deterministic": [False, True], "size": [24, 64], "name": [*SHARED]})
 def test_sums_over_batches(name: str, size: int, deterministic: bool) -> None:
     shapes, function = SHARED[name]
     held = [(1 + 0.3 * torch.randn(s)).requires_grad_() for s in shapes]
@@ -195,10 +194,14 @@ LAID_OUT: dict[str, Callable[[int, int, int, torch.dtype], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (136, 264), (30, 128)], ids=str)
-@pytest.mark.parametrize("layout", LAID_OUT)
+@pairs_of(
+    {
+        "masked": [False, True],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "lengths": [(49, 49), (64, 64), (136, 264), (30, 128)],
+        "layout": [*LAID_OUT],
+    }
+)
 def test_biases_of_pairs(layout: str, lengths: tuple[int, int], dtype: torch.dtype, masked: bool) -> None:
     m, n = lengths
     bias = LAID_OUT[layout](4, m, n, dtype).detach().requires_grad_()
@@ -322,6 +325,23 @@ def test_the_gradient_of_max_scores_takes_one_family(size: int) -> None:
     assert relative(torch.autograd.grad(aux.max_scores, given[3], upstream)[0], truth) <= 1e-2
 
 
+@rows_of("case", score_mods.CASES, tests=4)
+def test_the_gradient_of_max_scores_meets_a_score(case: score_mods.Case) -> None:
+    """Whatever a score_mod computes: of each row that has a largest score the gradients by its scores add up to 1."""
+    sizes = (2, 2, 33, 40)
+    score_mod, _, _ = case.make(*sizes, torch.float32, torch.Generator(DEVICE).manual_seed(0))
+    zeros = torch.zeros(sizes, requires_grad=True)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (s if score_mod is None else score_mod(s, b, h, q, kv)) + zeros[b, h, q, kv]
+
+    for dtype in (torch.bfloat16, torch.float32):
+        given = [torch.randn(2, 2, n, 32).to(dtype) for n in (33, 40, 40)]
+        _, aux = flex_attention(*given, mod, return_aux=AuxRequest(max_scores=True))
+        (grad,) = torch.autograd.grad(aux.max_scores.sum(), zeros)
+        torch.testing.assert_close(grad.sum(-1), aux.max_scores.isfinite().float(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("size", [24, 64])
 def test_buckets_of_diagonals(size: int, deterministic: bool) -> None:
@@ -360,10 +380,14 @@ COLUMNS: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("lengths", [(49, 49), (130, 150)], ids=str)
-@pytest.mark.parametrize("name", COLUMNS)
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "dtype": [torch.int32, torch.int64],
+        "lengths": [(49, 49), (130, 150)],
+        "name": [*COLUMNS],
+    }
+)
 def test_columns_of_tables(name: str, lengths: tuple[int, int], dtype: torch.dtype, deterministic: bool) -> None:
     m, n = lengths
     shapes, function = COLUMNS[name]
@@ -421,9 +445,13 @@ def test_places_beyond_a_column_read_nan(name: str, lengths: tuple[int, int], dt
     assert relative(out.nan_to_num(), good.nan_to_num()) <= 1e-2
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (130, 150)], ids=str)
-@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6), (1.0, 2e33)], ids=str)
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "lengths": [(49, 49), (64, 64), (130, 150)],
+        "scales": [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6), (1.0, 2e33)],
+    }
+)
 def test_columns_of_batches_that_contribute_little_and_much(
     lengths: tuple[int, int], scales: tuple[float, ...], deterministic: bool
 ) -> None:
@@ -492,9 +520,7 @@ RISING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [32, 64, 128])
-@pytest.mark.parametrize("name", RISING)
+@pairs_of({"dtype": [torch.bfloat16, torch.float32], "size": [32, 64, 128], "name": [*RISING]})
 def test_biases_of_scores_that_rise(name: str, size: int, dtype: torch.dtype) -> None:
     """Exponentials are relative to a row's first maximum as long as they can be."""
     m, n = 200, 520
@@ -524,10 +550,14 @@ OF_EVERY_PAIR: dict[str, tuple[tuple[int, ...], Callable]] = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [24, 64, 128])
-@pytest.mark.parametrize("name", OF_EVERY_PAIR)
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "size": [24, 64, 128],
+        "name": [*OF_EVERY_PAIR],
+    }
+)
 def test_biases_of_every_pair(name: str, size: int, dtype: torch.dtype, deterministic: bool) -> None:
     shape, function = OF_EVERY_PAIR[name]
     # The gradient's memory has nothing in it before.
@@ -542,9 +572,13 @@ def test_biases_of_every_pair(name: str, size: int, dtype: torch.dtype, determin
         assert relative(ours, truth) <= 1e-2
 
 
-@pytest.mark.parametrize("lengths", [(136, 264), (300, 128), (17, 520)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [16, 32, 64, 96, 128])
+@pairs_of(
+    {
+        "lengths": [(136, 264), (300, 128), (17, 520)],
+        "dtype": [torch.bfloat16, torch.float16],
+        "size": [16, 32, 64, 96, 128],
+    }
+)
 def test_a_bias_of_every_pair_in_tiles(size: int, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
     """Where an added bias has rows of whole vectors, tiles of dS are its gradient."""
     m, n = lengths
@@ -710,9 +744,13 @@ def over_vectors(name: str, heads: int, n: int) -> tuple[Callable, Callable, lis
 VECTORS = ["dot product", "network", "gather", "softmax and layer_norm"]
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 16)], ids=str)
-@pytest.mark.parametrize("name", VECTORS)
+@pairs_of(
+    {
+        "deterministic": [False, True],
+        "dtype, size": [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 16)],
+        "name": [*VECTORS],
+    }
+)
 def test_vectors(name: str, dtype: torch.dtype, size: int, deterministic: bool) -> None:
     heads, n = 4, 200
     given = inputs(2, heads, n, n, size, dtype, hkv=2)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import _C, ScoreMod, trace_mask_mod, trace_score_mod
 from needs import needs_flex_compiler
 
@@ -504,7 +505,7 @@ def test_the_selection_meets_everything() -> None:
     assert set("".join(schemes)) == set("ABCDEFG")
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "dtype, sizes, architecture, family",
     [
         ("bfloat16", (128, 128), "90a", "hopper"),
@@ -556,7 +557,7 @@ def test_the_family_of_short_sequences(size: int, lengths: tuple[int, int], fami
         assert flex.kernel_plan(case(kernel, "bfloat16", (size, size), lengths=lengths), "90a")["family"] == family
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "kernel, dtype, size, aligned, family",
     [
         ("forward", "bfloat16", 24, True, "hopper"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_reference import dense, one_by_one
+from coverings import rows_of
 from fusegrad import flex_attention
 from torch import Tensor
 from torch.autograd import Function
@@ -92,8 +93,8 @@ def assert_as_pytorch(mod: Callable) -> None:
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("saved", SAVED)
+@rows_of("arguments", [*ARGUMENTS])
 def test_second_derivatives_of_functions(saved: str, arguments: str) -> None:
     product = product_with(SAVED[saved])
     assert_as_pytorch(lambda s, c: product.apply(*ARGUMENTS[arguments](s, c)) + s)
@@ -177,7 +178,7 @@ MODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODS)
+@rows_of("name", [*MODS])
 def test_functions_that_do_more(name: str) -> None:
     assert_as_pytorch(MODS[name])
 

@@ -10,6 +10,7 @@ import score_mods
 import torch
 import torch.autograd.forward_ad as fwAD
 from attention_reference import dense, dropout_weight, one_by_one
+from coverings import rows_of
 from fusegrad import _C, flex_attention, trace_score_mod
 from fusegrad import _attention_composite as composite
 from fusegrad._score_mod_torch import Values, adds_reads, evaluate, evaluate_reads, program
@@ -58,7 +59,7 @@ def inputs(b: int, h: int, m: int, n: int, d: int, e: int, hkv: int = 0, bkv: in
 # --- score_mods -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [*score_mods.CASES, *score_mods.OWN_DERIVATIVES], ids=lambda case: case.name)
+@rows_of("case", [*score_mods.CASES, *score_mods.OWN_DERIVATIVES], tests=8)
 def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     sizes = (2, 2, 4, 5)
     tensors = inputs(*sizes, 8, 5)
@@ -83,7 +84,7 @@ def test_score_mods_from_the_field(case: score_mods.Case) -> None:
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda case: case.name)
+@rows_of("case", score_mods.CASES, tests=8)
 def test_second_derivatives_by_the_score(case: score_mods.Case) -> None:
     """What the kernels on CUDA have of them, a text of the language, against autograd's."""
     sizes = (2, 2, 4, 5)
@@ -276,7 +277,7 @@ EVERY: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@rows_of("name", [*EVERY])
 def test_nestings(name: str, each_device: str) -> None:
     x, t = (tuple(y.detach() for y in given()) for _ in range(2))
     found = EVERY[name](shifted, x, t)
@@ -337,7 +338,7 @@ READS: dict[str, tuple[bool, Callable]] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@rows_of("name", [*READS])
 def test_reads_that_are_added_to_the_score(name: str) -> None:
     """What the kernels of second derivatives take is told apart, and is as PyTorch differentiates it."""
     added, mod = READS[name]

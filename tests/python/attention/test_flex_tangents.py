@@ -9,6 +9,7 @@ import score_mods
 import torch
 import torch.autograd.forward_ad as fwAD
 from attention_reference import dense, dropout_weight, one_by_one
+from coverings import each_of, rows_of
 from forward_mode import pushed, tangents_of
 from fusegrad import _C, flex_attention, trace_score_mod
 from support import assert_as_good_as_eager
@@ -38,7 +39,7 @@ FIELD = [*score_mods.CASES, *score_mods.OWN_DERIVATIVES]
 NOT_LINEAR = ("clipped_gradient",)
 
 
-@pytest.mark.parametrize("case", FIELD, ids=lambda case: case.name)
+@rows_of("case", [*FIELD], tests=8)
 def test_score_mods_from_the_field(case: score_mods.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = (2, 2, 4, 5)
     tensors = inputs(*sizes, 8, 5)
@@ -107,8 +108,7 @@ WITH = [(True, True, True, True), (True, False, False, False), (False, True, Fal
         (False, False, False, True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("with_tangent", WITH, ids=str)
+@each_of({"dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16], "with_tangent": [*WITH]})
 def test_tiles_groups_masks_and_dtypes(with_tangent: tuple[bool, ...], dtype: torch.dtype) -> None:
     b, h, hkv, m, n = 2, 4, 2, 70, 300
     tensors = [*inputs(b, h, m, n, 24, 40, dtype, hkv), torch.randn(h, m, n, dtype=torch.float64).to(dtype)]

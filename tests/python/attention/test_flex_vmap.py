@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from coverings import pairs_of, rows_of
 from fusegrad import flex_attention, trace_mask_mod
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -57,8 +58,8 @@ DIMS = [(0, 0, 0, 0, 0), (0, None, None, None, None), (None, 2, None, None, None
         (None, None, None, 1, None), (None, None, None, None, 0), (3, 0, None, 2, None)]  # fmt: skip
 
 
-@pytest.mark.parametrize("keys", [2, 1], ids=["", "keys of all batches"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
+@rows_of("keys", [2, 1])
 def test_each_input(dims: tuple[int | None, ...], keys: int, each_device: str) -> None:
     tensors = batched(given(bkv=keys), dims)
     close(torch.vmap(attention, dims)(*tensors), loop(attention, tensors, dims))
@@ -185,9 +186,7 @@ def _second_derivatives() -> dict[str, Callable]:
     }
 
 
-@pytest.mark.parametrize("name", _second_derivatives())
-@pytest.mark.parametrize("nested", [False, True], ids=["", "in another vmap"])
-@pytest.mark.parametrize("of", ["query", "key"])
+@pairs_of({"name": _second_derivatives(), "nested": [False, True], "of": ["query", "key"]})
 def test_second_derivatives_drop_the_pairs_of_the_first(each_device: str, name: str, nested: bool, of: str) -> None:
     q, k, v = given(2, 2, 2, 2, 20, 30)[:3]
     x = q if of == "query" else k

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from attention_reference import dense
+from coverings import pairs_of
 from flex_cuda_support import DEVICE, causal, inputs, relative
 from fusegrad import _C, flex_attention
 from torch import Tensor
@@ -80,9 +81,7 @@ def documents(b, h, q, kv):
 MASKS = {"all": None, "causal": causal, "window": window, "late": late, "documents": documents}
 
 
-@pytest.mark.parametrize("d", [24, 64, 80, 128])
-@pytest.mark.parametrize("m, n", [(512, 512), (700, 530), (330, 1000), (390, 120)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@pairs_of({"d": [24, 64, 80, 128], "m, n": [(512, 512), (700, 530), (330, 1000), (390, 120)], "name": [*MASKS]})
 def test_masks(whole: bool, name: str, m: int, n: int, d: int) -> None:
     mask_mod = MASKS[name]
     mask = None if mask_mod is None else create_block_mask(mask_mod, 2, 2, m, n, device=DEVICE)
@@ -133,9 +132,7 @@ def distances(m: int, n: int) -> tuple[Callable, Tensor]:
     return lambda t: lambda s, b, h, q, kv: s + t[h, q - kv + n], bias
 
 
-@pytest.mark.parametrize("d", [16, 32, 64, 128])
-@pytest.mark.parametrize("m, n", [(256, 256), (330, 450)], ids=str)
-@pytest.mark.parametrize("of", [pairs, keys, queries, distances])
+@pairs_of({"d": [16, 32, 64, 128], "m, n": [(256, 256), (330, 450)], "of": [pairs, keys, queries, distances]})
 def test_biases(whole_heads: None, of: Callable, m: int, n: int, d: int) -> None:
     made, bias = of(m, n)
     leaves = [*inputs(5, 4, m, n, d), bias]

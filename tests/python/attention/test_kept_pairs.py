@@ -7,6 +7,7 @@ from collections.abc import Callable
 import fusegrad
 import pytest
 import torch
+from coverings import pairs_of
 from torch import Tensor
 
 pytestmark = pytest.mark.cpu_only
@@ -58,9 +59,7 @@ def formula(mod: Callable, mask: Callable | None, query: Tensor, key: Tensor, va
     return score.softmax(-1) @ value
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
-@pytest.mark.parametrize("mod", MODS.values(), ids=list(MODS))
+@pairs_of({"dtype": [torch.float64, torch.float32], "mask": MASKS, "mod": MODS})
 def test_values_and_gradients(mod: Callable, mask: Callable | None, dtype: torch.dtype, threads: int) -> None:
     leaves, index = made(dtype)
     blocks = None if mask is None else fusegrad.create_block_mask(mask, B, H, S, S, device="cpu")

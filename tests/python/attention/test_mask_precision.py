@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from block_masks import dense as allowed_by
+from coverings import each_of, rows_of
 from fusegrad import create_block_mask, flex_attention
 from torch import Tensor
 from torch.nn.attention import flex_attention as pytorch
@@ -61,8 +62,7 @@ def twice(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), inputs)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", masks())
+@each_of({"dtype": [torch.float64, torch.float32, torch.bfloat16], "name": masks()})
 def test_one_dtype_decides(name: str, dtype: torch.dtype) -> None:
     device = torch.get_default_device()
     if device.type == "cuda" and dtype == torch.float64:
@@ -157,7 +157,7 @@ def score_mods() -> dict[str, tuple[Callable, bool]]:
     }
 
 
-@pytest.mark.parametrize("name", score_mods())
+@rows_of("name", score_mods())
 def test_captured_float64_is_exact_or_refused(name: str) -> None:
     """The truth is the function itself, in float64."""
     device = torch.get_default_device()

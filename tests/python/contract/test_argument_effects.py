@@ -9,6 +9,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import Aux, JSDAux
 from torch import Tensor
 
@@ -187,7 +188,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-@pytest.mark.parametrize("context", CONTEXTS)
+@rows_of("context", [*CONTEXTS])
 def test_functions(context: str) -> None:
     function, leaves, fixed = CONTEXTS[context]
     plain = outcome(lambda given: function(**given, **fixed), leaves)
@@ -259,7 +260,7 @@ def module_outcome(kind: type, made: dict[str, Any], leaves: dict[str, Tensor], 
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-@pytest.mark.parametrize("context", MODULES)
+@rows_of("context", [*MODULES])
 def test_modules(context: str) -> None:
     kind, made, leaves, fixed = MODULES[context]
     plain = module_outcome(kind, made, leaves, fixed)
@@ -284,7 +285,7 @@ def test_modules(context: str) -> None:
         assert not same(plain, result), f"{context}: {name} of forward has no effect"
 
 
-@pytest.mark.parametrize("context", MODULES)
+@rows_of("context", [*MODULES])
 def test_attributes_of_modules_have_effect(context: str) -> None:
     kind, made, leaves, fixed = MODULES[context]
     for name in kind(**made)._given():

@@ -8,6 +8,7 @@ import fusegrad
 import numpy as np
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import _calls, _options, _sharding
 from fusegrad._arguments import checked, kinds_of
 from fusegrad._attention_composite import Scoring
@@ -98,7 +99,7 @@ def test_all_arguments_are_annotated() -> None:
         assert hasattr(checked, "__wrapped__"), f"{op}: @checked is missing"
 
 
-@pytest.mark.parametrize("op, name", parameters(), ids=lambda value: value)
+@rows_of("op, name", parameters())
 def test_wrong_types(op: str, name: str) -> None:
     function, good = calls()[op]
     kind = kinds_of(function.__init__ if inspect.isclass(function) else function)[name]
@@ -118,7 +119,7 @@ def test_wrong_types(op: str, name: str) -> None:
             assert torch.equal(tensor, before[n]) and tensor._version == 0, f"{name}={which} wrote to {n}"
 
 
-@pytest.mark.parametrize(
+@rows_of(
     "call, error, message",
     [
         (
@@ -183,7 +184,6 @@ def test_wrong_types(op: str, name: str) -> None:
             "linear_jsd: teacher_weight must have shape [V, H], but got []",
         ),
     ],
-    ids=range(12),
 )
 def test_message(call: Callable[..., Any], error: type, message: str) -> None:
     with pytest.raises(error) as caught:
@@ -206,7 +206,7 @@ def public_devices() -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("path", "function"), public_devices(), ids=lambda x: x if isinstance(x, str) else "")
+@rows_of("path, function", public_devices())
 def test_a_device_is_what_pytorch_takes_for_one(path: str, function: Any) -> None:
     allowed = set(get_args(get_type_hints(function)["device"]))
     assert {torch.device, str, int} <= allowed, (path, allowed)
@@ -262,7 +262,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("of, types", OPTIONS, ids=lambda x: getattr(x, "__name__", ""))
+@rows_of("of, types", [*OPTIONS])
 def test_types_of_the_overloads_are_those_of_the_signature(of: Any, types: Any) -> None:
     given = inspect.signature(of).parameters.values()
     names = {p.name for p in given if p.kind is p.KEYWORD_ONLY} - {"return_aux"}

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from all_losses import NAMES, make
+from coverings import rows_of
 from fusegrad.distributed import VocabParallel
 from support import DEVICES
 
-each = pytest.mark.parametrize("name", NAMES)
+each = rows_of("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 modes = pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
 
@@ -24,8 +25,8 @@ def one_process() -> Iterator[None]:
 @each
 @everywhere
 @modes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@rows_of("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_three_backwards_are_bitwise_equal(name, device, inplace, dtype, reduction) -> None:
     loss = make(name, device, rows=64)
     x = torch.randn(64, 8, device=device).to(dtype).requires_grad_()
@@ -74,8 +75,8 @@ def test_expanded_and_partial_upstream(name, device, inplace) -> None:
 @each
 @everywhere
 @modes
-@pytest.mark.parametrize("of_rows", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@rows_of("of_rows", [torch.nan, torch.inf])
 def test_upstream_of_ignored_rows(name, device, inplace, of_rows, sharded, one_process) -> None:
     """Whatever arrives there, they have no gradient."""
     loss = make(name, device, rows=16)
@@ -95,7 +96,7 @@ def test_upstream_of_ignored_rows(name, device, inplace, of_rows, sharded, one_p
 
 @each
 @modes
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@rows_of("reduction", ["mean", "none"])
 def test_second_differentiation_is_right_or_raises_and_names_the_op(name, inplace, reduction) -> None:
     loss = make(name, "cpu")
     x = torch.randn(8, 8, requires_grad=True)
@@ -114,7 +115,7 @@ def test_second_differentiation_is_right_or_raises_and_names_the_op(name, inplac
 @each
 @everywhere
 @modes
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@rows_of("reduction", ["mean", "none"])
 def test_batched_gradients(name, device, inplace, reduction) -> None:
     """is_grads_batched and vmap over a backward, of a graph that is kept and of one that is not."""
     loss = make(name, device)

@@ -3,6 +3,7 @@
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import Aux, JSDAux
 
 X, W, T = (8, 5), (7, 5), (8,)
@@ -234,9 +235,7 @@ def arguments_of(op: str, activation: torch.Tensor, change: dict) -> dict:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
-@pytest.mark.parametrize(
-    "op, change, error, message", CASES, ids=lambda v: ", ".join(v) if isinstance(v, dict) else str(v)[:60]
-)
+@rows_of("op, change, error, message", [*CASES])
 def test_message(op: str, change: dict, error: type, message: str, inplace: bool) -> None:
     activation = torch.randn(X if op.startswith("linear") else (8, 7), requires_grad=True) * 1
     before = activation.detach().clone()

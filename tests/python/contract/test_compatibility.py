@@ -27,6 +27,7 @@ from compat_transforms import (
     gradients,
     outcome,
 )
+from coverings import rows_of
 from fusegrad import flex_attention
 from support import DEVICES
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 everywhere = pytest.mark.parametrize("device", DEVICES)
-each_op = pytest.mark.parametrize("op", OPS, ids=str)
+each_op = rows_of("op", OPS)
 modes = pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
 
 
@@ -54,7 +55,7 @@ SLOW_CELLS = ("cross_entropy-inplace", "flex_attention")
 @each_op
 @modes
 @everywhere
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@rows_of("transform", [*TRANSFORMS], tests=4)
 def test_cell(op, inplace: bool, device: str, transform: Transform) -> None:
     """Eager's gradients by rule 12, or an error that names the op, where docs/compatibility.md says so."""
     case = Case(op, inplace, device)
@@ -128,8 +129,8 @@ def raises_or_is_right(case: Case, compiler: str) -> None:
 
 @each_op
 @everywhere
-@pytest.mark.parametrize("upstream", UPSTREAM)
 @pytest.mark.parametrize("compiler", [name for name in COMPILERS if name != "inductor"])
+@rows_of("upstream", [*UPSTREAM], tests=4)
 def test_an_upstream_op_that_saved_the_tensor(op, device: str, upstream: str, compiler: str) -> None:
     if compiler == "compiled autograd" and upstream in ("exp", "tanh"):
         pytest.skip("softmax and the function stand for them: each is a compilation")
@@ -226,7 +227,7 @@ def agree(one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: list
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda c: c.name.replace(" ", "_"))
+@rows_of("case", score_mods.CASES, tests=8)
 def test_score_mods_from_the_field_without_a_graph_break(case: score_mods.Case) -> None:
     """Traced within a compiled function as outside of it."""
     score_mod, mask_mod, parameters = case.make(B, H, M, N, torch.float64, torch.Generator().manual_seed(0))
@@ -362,7 +363,7 @@ def synchronisation_raises() -> Iterator[None]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @each_op
 @modes
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@rows_of("compiler", ["eager", "aot_eager", "inductor"])
 def test_no_synchronisation(op, inplace: bool, compiler: str) -> None:
     case = Case(op, inplace, "cuda", torch.float32)
     leaves, constants = case.draw()

@@ -10,6 +10,7 @@ import fusegrad
 import pytest
 import torch
 import torch.distributed as dist
+from coverings import pairs_of, rows_of
 from fusegrad import Aux, JSDAux, VocabParallel
 from support import DEVICES
 from torch import Tensor
@@ -63,9 +64,7 @@ OPS = ["cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd"]
 CONSTANTS = [(op, name) for op in OPS for name in (JSD_AUX if op.endswith("jsd") else AUX)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("op, name", CONSTANTS)
+@pairs_of({"device": [*DEVICES], "sharded": [False, True], "op, name": [*CONSTANTS]})
 def test_backward_that_reaches_an_aux_value_raises(op: str, name: str, sharded: bool, device: str) -> None:
     for options in ({}, {"reduction": "none"}, {"inplace": True}, {"reduction": "sum"}):
         t = tensors(device)
@@ -197,7 +196,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("op, name, make", ARGUMENTS, ids=[f"{op}-{name}" for op, name, _ in ARGUMENTS])
+@rows_of("op, name, make", [*ARGUMENTS])
 def test_constant_argument_that_requires_grad_raises(
     op: str, name: str, make: Callable[[str], Tensor], sharded: bool, device: str
 ) -> None:

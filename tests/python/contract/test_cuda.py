@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from all_losses import NAMES, make
+from coverings import pairs_of, rows_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-each = pytest.mark.parametrize("name", NAMES)
+each = rows_of("name", NAMES)
 modes = pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
 
 
@@ -88,8 +89,7 @@ def test_more_than_two_to_the_31_elements(inplace) -> None:
         assert ((grad[row] - truth[0]).norm() / truth.norm()).item() < 5e-3
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 21, 1025, 32000, 50257, 128257, 256000, 600001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pairs_of({"vocab": [1, 7, 21, 1025, 32000, 50257, 128257, 256000, 600001], "dtype": [torch.float32, torch.bfloat16]})
 @modes
 def test_every_width_and_alignment(vocab, dtype, inplace) -> None:
     """One warp, one CTA, clusters, and rows that no cluster's shared memory holds."""

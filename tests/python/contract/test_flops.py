@@ -10,6 +10,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad._flops import FORMULAS
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -47,8 +48,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * D**-0.5).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("heads", [HEADS, 2])
 @pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+@rows_of("heads", [HEADS, 2])
 def test_attention(heads: int, needs: Sequence[int]) -> None:
     """A backward computes the scores again; a mask takes nothing from what is counted. PyTorch's own backward counts
     all products, whichever are wanted."""
@@ -102,8 +103,8 @@ def head(x: Tensor, w: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w), torch.arange(N) % V)
 
 
-@pytest.mark.parametrize("needs", [(1, 1), (1, 0), (0, 1), (0, 0)])
 @pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 0), ("none, in chunks", 1)])
+@rows_of("needs", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_linear_cross_entropy(needs: Sequence[int], reduction: str, again: int) -> None:
     x, w = leaves((N, H), (V, H), needs=[bool(n) for n in needs])
     target = torch.arange(N) % V

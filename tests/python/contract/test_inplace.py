@@ -3,10 +3,11 @@
 import pytest
 import torch
 from all_losses import NAMES, make
+from coverings import rows_of
 from support import DEVICES
 from torch.utils.checkpoint import checkpoint
 
-each = pytest.mark.parametrize("name", NAMES)
+each = rows_of("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -23,7 +24,7 @@ def test_functional_writes_nothing(name: str, device: str) -> None:
 
 @each
 @everywhere
-@pytest.mark.parametrize("upstream", [torch.softmax, lambda x, _: x.exp(), lambda x, _: x.tanh()])
+@rows_of("upstream", [torch.softmax, lambda x, _: x.exp(), lambda x, _: x.tanh()])
 def test_an_upstream_op_that_saved_the_tensor_raises(name: str, device: str, upstream) -> None:
     """The graph of the report: softmax, then the loss in place."""
     loss = make(name, device)
@@ -89,7 +90,7 @@ def expanded(x):
 
 @each
 @everywhere
-@pytest.mark.parametrize("kind", [leaf, view_of_a_leaf, no_grad_view, unbound, expanded])
+@rows_of("kind", [leaf, view_of_a_leaf, no_grad_view, unbound, expanded])
 def test_what_would_corrupt_is_refused_before_the_first_write(name: str, device: str, kind) -> None:
     loss = make(name, device)
     activation = kind(torch.randn(8, 8, device=device))
@@ -160,7 +161,7 @@ def test_saved_tensor_hooks_keep_it_out_of_place(name: str, device: str) -> None
 
 @each
 @everywhere
-@pytest.mark.parametrize("reentrant", [False, True])
+@rows_of("reentrant", [False, True])
 def test_activation_checkpointing(name: str, device: str, reentrant: bool) -> None:
     loss = make(name, device)
     x = torch.randn(8, 8, device=device, requires_grad=True)

@@ -9,6 +9,7 @@ import fusegrad
 import pytest
 import score_mods
 import torch
+from coverings import rows_of
 from fusegrad import TraceError, flex_attention
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
@@ -71,7 +72,7 @@ def test_a_module_at_other_lengths_and_from_a_file() -> None:
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda c: c.name.replace(" ", "_"))
+@rows_of("case", score_mods.CASES, tests=6)
 def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     """Traced in the recorder's presence for the first time, which must not see traced tensors."""
     score_mod, mask_mod, parameters = case.make(B, H, M, N, torch.float64, torch.Generator().manual_seed(0))

@@ -5,11 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from all_losses import NAMES, make
+from coverings import pairs_of, rows_of
 from fusegrad import reference
 from support import DEVICES
 from torch import Tensor
 
-each = pytest.mark.parametrize("name", NAMES)
+each = rows_of("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -38,9 +39,7 @@ def model(inplace: bool, ours: bool = True):
 
 
 @everywhere
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("inplace", [False, True])
+@pairs_of({"backend": ["aot_eager", "inductor"], "dynamic": [False, True], "inplace": [False, True]})
 def test_compile_without_a_graph_break(device, backend, dynamic, inplace) -> None:
     if backend == "inductor" and dynamic != inplace:
         pytest.skip("aot_eager has all; inductor compiles for seconds")
@@ -56,7 +55,7 @@ def test_compile_without_a_graph_break(device, backend, dynamic, inplace) -> Non
 
 
 @each
-@pytest.mark.parametrize("upstream", [lambda x: x.softmax(-1), torch.exp, torch.tanh])
+@rows_of("upstream", [lambda x: x.softmax(-1), torch.exp, torch.tanh])
 def test_compile_with_an_upstream_op_that_saved_the_tensor(name, upstream) -> None:
     """The compiler sees the write: the gradient is right, or the call raises."""
     torch._dynamo.reset()

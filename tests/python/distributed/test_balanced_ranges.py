@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from coverings import each_of, pairs_of
 from fusegrad.distributed.sequence_columns import Columns
 from fusegrad.distributed.sequence_masks import Piece, pieces
 from fusegrad.distributed.sequence_ranges import balanced_ranges, covered, sizes_of, zigzag
@@ -53,9 +54,9 @@ def works(ranges: list[list[tuple[int, int]]], blocks: Tensor) -> list[float]:
     return [sum(float(by_token[a:b].sum()) for a, b in its) for its in ranges]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", ["causal", "documents", "both ways", "window"])
-@pytest.mark.parametrize("rows, rest", [(960, 0), (1001, 5)])
+@pairs_of(
+    {"world": [*WORLDS], "kind": ["causal", "documents", "both ways", "window"], "rows, rest": [(960, 0), (1001, 5)]}
+)
 def test_tokens_and_work_are_equal(kind: str, world: int, rows: int, rest: int) -> None:
     length = rows * BLOCK - rest
     for seed in range(1 if kind in ("causal", "window") else 2):
@@ -110,8 +111,7 @@ def test_heads_and_batches_count_alike() -> None:
     assert max(work) <= 1.01 * sum(work) / 2
 
 
-@pytest.mark.parametrize("length", [1, 3, BLOCK, 3 * BLOCK + 1])
-@pytest.mark.parametrize("world", WORLDS)
+@each_of({"length": [1, 3, BLOCK, 3 * BLOCK + 1], "world": [*WORLDS]})
 def test_short_sequences(length: int, world: int) -> None:
     """Shorter than a block a process, or than a token a process."""
     rows = -(-length // BLOCK)

@@ -3,6 +3,7 @@ many GPUs: the cases of context_parallel_worker.py, which all run in one start o
 
 import pytest
 import torch.distributed as dist
+from coverings import rows_of
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
@@ -18,6 +19,6 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return processes.start(SUPPORT / "context_parallel_worker.py", request.param, max(WORLDS), folder)
 
 
-@pytest.mark.parametrize("name, world", [(name, world) for name in CASES for world in WORLDS if runs(name, world)])
+@rows_of("name, world", [(name, world) for name in CASES for world in WORLDS if runs(name, world)], tests=16)
 def test_context_parallel(outcomes: processes.Outcomes, name: str, world: int) -> None:
     processes.check(outcomes, name, world)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coverings import rows_of
 
 # First: it makes `lm` importable.
 from lm_support import CONFIG, VOCAB_SIZE, command_line, isolated, run_steps, write_text  # isort: skip
@@ -50,8 +51,8 @@ def teacher(corpus: data.Corpus, teacher_checkpoint: Path) -> Teacher:
     return load_teacher(teacher_checkpoint, corpus, CONFIG)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@rows_of("beta", [0.0, 0.3, 1.0])
 def test_losses_agree(corpus: data.Corpus, teacher: Teacher, beta: float, dtype: str) -> None:
     pytest.importorskip("fusegrad")
     config = dataclasses.replace(STUDENT, beta=beta, dtype=dtype)

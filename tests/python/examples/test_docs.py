@@ -20,6 +20,7 @@ from pathlib import Path
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from support import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -178,7 +179,7 @@ def _with_python() -> Iterator[str]:
     return (_name(page) for page in PAGES if blocks(page, "python"))
 
 
-@pytest.mark.parametrize("page", _with_python())
+@pytest.mark.parametrize("page", list(_with_python()))
 def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"docs/jax.md": "jax", "docs/thunder.md": "thunder", "docs/transformers.md": "transformers"}.get(page)
     if first == "thunder" and not hasattr(torch.Tensor, "align_as"):
@@ -287,7 +288,7 @@ def _documented() -> Iterator[tuple[str, object, set[str]]]:
             )
 
 
-@pytest.mark.parametrize("name, value, parts", [pytest.param(*case, id=case[0]) for case in _documented()])
+@rows_of("name, value, parts", [pytest.param(*case, id=case[0]) for case in _documented()])
 def test_docstrings_say_what_is_returned_and_raised(name: str, value: object, parts: set[str]) -> None:
     text = inspect.getdoc(value) or ""
     # A dataclass has Attributes, which are its arguments.

@@ -13,6 +13,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from folding_packages import module_of
 from fusegrad.integrations import folding
 from torch import Tensor, nn
@@ -213,8 +214,8 @@ def test_autocast(calls: list[int]) -> None:
 # --- OpenFold 3 ---
 
 
-@pytest.mark.parametrize("leading", [(), (2,), (2, 3)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"use_lma": True}, {"chunk_size": 2}, {"transpose_bias": True}], ids=str)
+@rows_of("leading", [(), (2,), (2, 3)])
 def test_openfold3_triangle_attention(leading: tuple[int, ...], options: dict[str, Any], calls: list[int]) -> None:
     made = module_of("openfold3.core.model.layers.triangular_attention").TriangleAttention(12, 4, 3, inf=1e9)
     module, mask = randomized(made), padded(*leading)
@@ -246,8 +247,8 @@ def test_openfold3_diffusion_shares_pairs_between_samples(calls: list[int]) -> N
     compare(OPENFOLD3, lambda a, z, s: module(a, z, s, mask), inputs, module, calls)
 
 
-@pytest.mark.parametrize("leading", [(5,), (2, 5), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("name", ["_cueq_triangle_attn", "_deepspeed_evo_attn", "_triton_evo_attn", "_lma"])
+@rows_of("leading", [(5,), (2, 5), (2, 3, 5)])
 def test_openfold3_kernels(name: str, leading: tuple[int, ...], calls: list[int]) -> None:
     """What stands for kernels that are not there, beside the plain function."""
     attention = module_of("openfold3.core.model.primitives.attention")
@@ -284,8 +285,8 @@ def test_openfold3_block(calls: list[int]) -> None:
 # --- Protenix ---
 
 
-@pytest.mark.parametrize("kind", ["torch", "triattention", "deepspeed", "cuequivariance"])
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@rows_of("kind", ["torch", "triattention", "deepspeed", "cuequivariance"])
 def test_protenix_triangle_attention(kind: str, batch: tuple[int, ...], calls: list[int]) -> None:
     """Of up to 16 residues it takes its plain function, whatever it was asked for."""
     length = 18
@@ -340,8 +341,8 @@ def test_alphafold3_triangle_attention(node: str, calls: list[int]) -> None:
 CLAMPED = {"enable_attn_softclamp": True, "attn_softclamp_value": 2.0}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_memory_kv": 2}, CLAMPED], ids=str)
 @pytest.mark.parametrize("window_size", [None, 3])
+@rows_of("options", [{}, {"num_memory_kv": 2}, CLAMPED])
 def test_alphafold3_attention(window_size: int | None, options: dict[str, Any], calls: list[int]) -> None:
     attention, _ = af3()
     module = randomized(attention.Attention(dim=12, heads=3, dim_head=4, window_size=window_size, **options))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from coverings import rows_of
 
 # Before JAX makes its devices: four of the CPU, programs that compile fast, no more memory of a GPU than is asked for.
 os.environ["XLA_FLAGS"] = (
@@ -148,8 +149,8 @@ def in_turn(samples: list[Any], *dtypes: torch.dtype) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("sample, dtype", in_turn(COMMON, torch.bfloat16, torch.float16, torch.float32))
 @everywhere
+@rows_of("sample, dtype", in_turn(COMMON, torch.bfloat16, torch.float16, torch.float32))
 def test_cross_entropy(device: str, sample: Sample, dtype: torch.dtype) -> None:
     rows, vocab = 7, 333
     target = sample.target((rows,), vocab, "cpu", dtype)
@@ -170,8 +171,8 @@ OF_LINEAR = [s for s in LINEAR if s not in COMMON]
 OF_LINEAR += [s for s in COMMON if s.name in ("z_loss, weight, token_weight", "probabilities, weight, smoothing")]
 
 
-@pytest.mark.parametrize("sample, dtype", in_turn(OF_LINEAR, torch.bfloat16, torch.float16, torch.float32))
 @everywhere
+@rows_of("sample, dtype", in_turn(OF_LINEAR, torch.bfloat16, torch.float16, torch.float32))
 def test_linear_cross_entropy(device: str, sample: Sample, dtype: torch.dtype) -> None:
     """Three chunks on the CPU: 1 + 2 * 64 rows."""
     rows, hidden, vocab = 129, 8, 41
@@ -196,8 +197,8 @@ def test_linear_cross_entropy(device: str, sample: Sample, dtype: torch.dtype) -
 DENSE = [s for s in (*DISTILLATION, *DISTILLATION_LOGITS) if s.top_k == 0]
 
 
-@pytest.mark.parametrize("sample, dtype", in_turn(DENSE, torch.bfloat16, torch.float16, torch.float32))
 @everywhere
+@rows_of("sample, dtype", in_turn(DENSE, torch.bfloat16, torch.float16, torch.float32))
 def test_jsd(device: str, sample: Distillation, dtype: torch.dtype) -> None:
     rows, vocab = 9, 201
     tensors = sample.tensors((rows,), vocab, "cpu", torch.float32)
@@ -253,7 +254,7 @@ def call(op: str, device: str = "cpu", rows: int = 8) -> tuple[Callable[..., Any
 
 @each
 @everywhere
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@rows_of("reduction", ["sum", "none"])
 def test_any_number_of_vjps_are_bitwise_equal(device: str, op: str, reduction: str) -> None:
     loss, inputs = call(op, device)
     out, pullback = jax.vjp(lambda *a: loss(*a, reduction=reduction), *inputs)
@@ -446,8 +447,8 @@ def test_checkpoint_and_scan(op: str) -> None:
     np.testing.assert_allclose(accumulated(*inputs), plain, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy", "jsd"])
+@rows_of("devices", [2, 4])
 def test_shard_map(op: str, devices: int) -> None:
     """Rows over devices, the weight on each of them: the loss and the gradients of one device."""
     inputs = [np.asarray(x) for x in call(op, rows=16)[1]]
@@ -475,8 +476,8 @@ def test_shard_map(op: str, devices: int) -> None:
 
 
 @each
-@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "jit"])
+@rows_of("reduction", ["mean", "none"])
 def test_explicit_meshes(op: str, reduction: str, compiled: bool) -> None:
     """Arrays whose types say how they are split, over one or two axes of the mesh: values and gradients are those of
     whole arrays, split as the arguments are."""
@@ -603,7 +604,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("op, change, error, message", BAD, ids=[f"{b[0]}-{i}" for i, b in enumerate(BAD)])
+@rows_of("op, change, error, message", [*BAD])
 def test_bad_input(op: str, change: dict[str, Any], error: type[Exception], message: str) -> None:
     getattr(fj, op)(**GOOD[op])
     with pytest.raises(error, match=rf"^{op}: .*{message}"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import each_of, rows_of
 from fusegrad.integrations.lazy_logits import LazyLogitsTensor, lazy_linear, materialize
 from torch import Tensor, nn
 
@@ -133,15 +134,14 @@ def same(found: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close([a for a, _ in pairs], [b for _, b in pairs], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", [*PLAIN, *IN_THE_WAY])
+@each_of({"reduction": ["mean", "none"], "name": [*PLAIN, *IN_THE_WAY]})
 def test_one_step_between_the_head_and_the_loss(name: str, reduction: str) -> None:
     step = {**PLAIN, **IN_THE_WAY}[name]
     expected = run(F.linear, [step], reduction)
     same(run(lazy_linear, [step], reduction), expected)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@rows_of("seed", range(40))
 def test_any_steps_between_the_head_and_the_loss(seed: int) -> None:
     """Gradients are those of the plain logits, whatever the order of what is recorded and what must be seen."""
     pick = random.Random(seed)
@@ -187,6 +187,20 @@ def test_what_comes_after_a_loss_raises() -> None:
         torch.autograd.grad(loss, logits)
     loss.backward()
     assert logits.grad is None
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_prehook"])
+def test_hooks_of_a_node(name: str) -> None:
+    """Of computed logits they see the gradient; of others they would see none."""
+    logits = lazy_linear(*leaves())
+    with pytest.raises(NotImplementedError, match=rf"^LazyLogits: grad_fn\.{name} must be called of computed logits"):
+        getattr(logits.grad_fn, name)(lambda *_: None)
+    assert F.cross_entropy(logits.view(10, V), TARGET).isfinite()
+    logits, seen = lazy_linear(*leaves()), []
+    computed = logits.materialize()
+    getattr(computed.grad_fn, name)(lambda *grads: seen.append(grads))
+    F.cross_entropy(computed.view(10, V), TARGET).backward()
+    assert len(seen) == 1
 
 
 def test_a_function_that_got_a_copy_before_a_hook_raises() -> None:
@@ -376,7 +390,7 @@ def timing(grad: Tensor) -> None:
 timing.__module__ = "torch.distributed.fsdp._fully_shard"
 
 
-@pytest.mark.parametrize("name", ["plain", "timing", *IN_THE_WAY])
+@rows_of("name", ["plain", "timing", *IN_THE_WAY])
 def test_nothing_lives_longer_than_its_graph(name: str) -> None:
     """Without the garbage collector."""
     step = {**IN_THE_WAY, "plain": lambda z, _: z.float(), "timing": lambda z, _: z.register_hook(timing) and z}[name]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from compat_ops import OPS, Case, Op
 from compat_transforms import check
+from coverings import rows_of
 from support import DEVICES
 from torch import Tensor, nn
 
@@ -35,9 +36,9 @@ def symbols(function: Callable[..., Any], backward: bool = False) -> set[str]:
     return {re.sub(r"_\d+$", "", s.sym.name) for s in traces[-1].bound_symbols if s.sym.name.startswith("fusegrad_")}
 
 
-@pytest.mark.parametrize("op", LOSSES, ids=str)
 @everywhere
 @pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
+@rows_of("op", [*LOSSES])
 def test_gradients_of_kept_graphs(op: Op, device: str, inplace: bool) -> None:
     """Rule 12 for the gradients, bitwise the same in each of three backwards; and the trace has the op's two halves."""
     case = Case(op, inplace, device, torch.float64 if device == "cpu" else torch.float32)
@@ -86,10 +87,8 @@ def test_a_model_that_calls_pytorchs_cross_entropy(device: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize(
-    "options", [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.2}, {"weight": 1}]
-)
 @pytest.mark.parametrize("shape", [(16,), (12, 16), (3, 16, 4)], ids=str)
+@rows_of("options", [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.2}, {"weight": 1}])
 def test_pytorchs_cross_entropy(device: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     logits = torch.randn(shape, device=device, requires_grad=True)

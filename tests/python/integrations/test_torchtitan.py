@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad.integrations.torchtitan import FlexAttention, LinearCrossEntropyLoss, create_attention_mask
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -37,8 +38,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("count", [None, 19.0, torch.tensor(19.0)], ids=["sum", "number", "tensor"])
+@rows_of("bias", [False, True])
 def test_values_and_gradients(bias: bool, count: float | Tensor | None) -> None:
     model = Decoder(bias).double()
     tokens, labels = batch()

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_reference import dropout_weight
+from coverings import each_of, rows_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -447,7 +448,7 @@ COMPUTED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*RECORDED, *COMPUTED])
+@rows_of("name", [*RECORDED, *COMPUTED])
 def test_values_of_lazy_logits(name: str) -> None:
     leaves, lazy, plain = lazy_and_plain()
     function = {**RECORDED, **COMPUTED}[name]
@@ -639,8 +640,7 @@ MASKS: dict[str, Callable[[], dict[str, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "gpt2"])
+@each_of({"mask": [*MASKS], "family": ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "gpt2"]})
 def test_attention(family: str, mask: str, fused_calls: dict[str, int]) -> None:
     model, inputs = make(family), {**batch(), **MASKS[mask]()}
     model.config.output_router_logits = False  # the experts' own loss takes no mask of four dimensions

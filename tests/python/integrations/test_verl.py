@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import reference
 from fusegrad.integrations.verl import linear_cross_entropy
 
@@ -22,8 +23,8 @@ def fused_linear_for_ppo() -> Any:
     return runpy.run_path(str(path))["FusedLinearForPPO"](chunk_size=4)
 
 
-@pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@rows_of("per_row", [False, True])
 def test_values_and_gradients(reduction: str, per_row: bool) -> None:
     hidden, weight = torch.randn(6, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     labels = torch.randint(0, 11, (6,))

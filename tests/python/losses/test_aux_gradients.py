@@ -9,6 +9,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import Aux, reference
 from support import DEVICE_DTYPES, DEVICES, acc_of, assert_as_good_as_eager
 from torch import Tensor
@@ -106,7 +107,7 @@ def test_every_combination_of_upstream_gradients(form: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "label_smoothing": 0.1}, {"z_loss": 1e-3}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     rows = 24
     for vocab in (7, 1003):
@@ -123,7 +124,7 @@ def test_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}, {"workspace_mib": 1}, {"softcap": 5.0}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     rows, hidden, vocab = 150, 16, 2501
     scale, plain = 1.3, {name: value for name, value in options.items() if name != "workspace_mib"}
@@ -144,7 +145,7 @@ def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str
     )
 
 
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_logits_that_lie_in_the_gradient_of_the_weight(device: str, dtype: torch.dtype) -> None:
     """On a GPU the first blocks of logits that are computed again do, where the vocabulary is long enough."""
     rows, hidden, vocab = 24, 64, 8001
@@ -194,8 +195,8 @@ def problem(dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[li
     return inputs, torch.tensor([0, 6, -100, 3, 2], device=device)
 
 
-@pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}, {"softcap": 3.0, "logit_scale": -0.7}], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
+@rows_of("options", [{}, {"workspace_mib": 0}, {"softcap": 3.0, "logit_scale": -0.7}])
 def test_gradcheck(reduction: str, options: dict[str, Any]) -> None:
     inputs, target = problem()
 

@@ -7,6 +7,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import Aux, reference
 from support import DEVICE_DTYPES, assert_as_good_as_eager
 from test_aux_gradients import AUX, compare
@@ -42,7 +43,7 @@ def results(rows: slice | Tensor, aux: Aux, inputs: list[Tensor], options: dict[
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_the_same_bits(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     rows, hidden, vocab = ROWS[device], 64, 2051
@@ -73,7 +74,7 @@ def test_the_same_bits(device: str, dtype: torch.dtype, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     rows, hidden, vocab = ROWS[device], 16, 1003
     inputs = [torch.randn(s, device=device).mul(0.5).to(dtype) for s in ((rows, hidden), (vocab, hidden), (vocab,))]

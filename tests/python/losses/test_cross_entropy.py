@@ -4,15 +4,15 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import pairs_of, rows_of
 from fusegrad import Aux, reference
 from support import COMMON, DEVICE_DTYPES, DEVICES, Sample, acc_of, assert_as_good_as_eager, gradients
 
 SIZES = [(9, 37), (4, 1000), (3, 4099)]
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
 @pytest.mark.parametrize("sample", COMMON, ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype, inplace", [(*of, inplace) for of in DEVICE_DTYPES for inplace in (False, True)])
 def test_parity(device: str, dtype: torch.dtype, sample: Sample, inplace: bool) -> None:
     for rows, vocab in SIZES:
         logits = (3 * torch.randn(rows, vocab, device=device)).to(dtype)
@@ -40,9 +40,13 @@ def test_parity(device: str, dtype: torch.dtype, sample: Sample, inplace: bool) 
         assert_as_good_as_eager(grad, eager_grad, truth_grad, f"gradient {rows}x{vocab}")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("probabilities", [False, True])
-@pytest.mark.parametrize("shape", [(7,), (3, 7, 4), (2, 7, 3, 2), (0, 7), (2, 7, 0)], ids=str)
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "probabilities": [False, True],
+        "shape": [(7,), (3, 7, 4), (2, 7, 3, 2), (0, 7), (2, 7, 0)],
+    }
+)
 def test_shapes(device: str, probabilities: bool, shape: tuple[int, ...]) -> None:
     logits = torch.randn(shape, device=device)
     row_shape = shape[1:] if len(shape) == 1 else (shape[0], *shape[2:])
@@ -134,7 +138,7 @@ def test_lse_is_differentiable_and_nothing_else(inplace: bool) -> None:
     assert torch.autograd.gradcheck(both, (logits,))
 
 
-@pytest.mark.parametrize("sample", COMMON, ids=str)
+@rows_of("sample", [*COMMON], tests=4)
 def test_gradcheck(sample: Sample) -> None:
     logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     target = sample.target((5,), 7, "cpu", torch.float64)

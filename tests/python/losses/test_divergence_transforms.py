@@ -10,6 +10,7 @@ import fusegrad
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from coverings import rows_of
 from function_transforms import assert_same_under_transforms, assert_second_derivatives, twice
 from fusegrad import JSDAux, _loss_chunks, reference
 from torch import Tensor
@@ -118,7 +119,7 @@ CASES: dict[str, Callable[[], Case]] = {
         for name in ("bucket", "tail, reverse")
     },
 }
-cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+cases = rows_of("case", CASES, tests=3)
 
 
 @cases

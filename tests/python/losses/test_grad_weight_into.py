@@ -7,6 +7,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import reference
 from fusegrad.integrations import megatron
 from support import DEVICE_DTYPES, DEVICES, acc_of, assert_as_good_as_eager
@@ -31,7 +32,7 @@ def plain_gradient(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}, {"reduction": "sum"}, {"support": True}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_micro_batches(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     hidden, weight, target, into = sample(device, dtype)
     start = into.clone()

@@ -9,6 +9,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import pairs_of, rows_of
 from fusegrad import JSDAux, reference
 from support import (
     DEVICE_DTYPES,
@@ -26,7 +27,7 @@ SIZES = [(9, 37), (3, 4099)]
 
 
 @pytest.mark.parametrize("sample", [*DISTILLATION, *DISTILLATION_LOGITS], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_parity(device: str, dtype: torch.dtype, sample: Distillation) -> None:
     for rows, vocab in SIZES:
         student = (2 * torch.randn(rows, vocab, device=device)).to(dtype)
@@ -60,11 +61,13 @@ def test_parity(device: str, dtype: torch.dtype, sample: Distillation) -> None:
             assert_as_good_as_eager(ours, theirs, right, f"gradient of the {name} {rows}x{vocab}")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("log_probs", [False, True])
-@pytest.mark.parametrize(
-    "dtype, rows, vocab", [(torch.bfloat16, 300, 8200), (torch.bfloat16, 3, 33001), (torch.float16, 5, 20008)], ids=str
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "beta": [0.0, 0.3, 1.0],
+        "log_probs": [False, True],
+        "dtype, rows, vocab": [(torch.bfloat16, 300, 8200), (torch.bfloat16, 3, 33001), (torch.float16, 5, 20008)],
+    }
 )
 def test_long_rows(device: str, beta: float, log_probs: bool, dtype: torch.dtype, rows: int, vocab: int) -> None:
     """Rows that several CTAs of a GPU share: aligned or not, and more of them than it works on at a time."""
@@ -89,14 +92,19 @@ def test_long_rows(device: str, beta: float, log_probs: bool, dtype: torch.dtype
     assert (error <= 2.5 * rounding * norm + 2 * subnormal).all()  # rounded twice at most
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(
-    "dtype, rows, vocab",
-    [(torch.bfloat16, 300, 8200), (torch.bfloat16, 3, 33001), (torch.float16, 5, 20008), (torch.float32, 5, 8201)],
-    ids=str,
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "beta": [0.0, 0.3, 1.0],
+        "dtype, rows, vocab": [
+            (torch.bfloat16, 300, 8200),
+            (torch.bfloat16, 3, 33001),
+            (torch.float16, 5, 20008),
+            (torch.float32, 5, 8201),
+        ],
+        "hard": [{}, {"hard_weight": 0.3, "soft_weight": 0.7}],
+    }
 )
-@pytest.mark.parametrize("hard", [{}, {"hard_weight": 0.3, "soft_weight": 0.7}], ids=["soft", "hard"])
 def test_long_rows_of_a_top_k_teacher(
     device: str, beta: float, dtype: torch.dtype, rows: int, vocab: int, hard: dict[str, float]
 ) -> None:
@@ -125,9 +133,7 @@ def test_long_rows_of_a_top_k_teacher(
         assert (error <= 2.5 * rounding * norm + 2 * subnormal).all()  # rounded twice at most
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("log_probs", [False, True])
+@pairs_of({"device": [*DEVICES], "beta": [0.1, 0.5, 0.9], "log_probs": [False, True]})
 def test_probabilities_far_apart_are_as_good_as_eagers(device: str, beta: float, log_probs: bool) -> None:
     """Where p is 2^30 times q, log(p / m) is a small number, not the difference of two logarithms of 30."""
     inputs = list(6 * torch.randn(2, 100, 500, device=device))
@@ -145,10 +151,14 @@ def test_probabilities_far_apart_are_as_good_as_eagers(device: str, beta: float,
         assert_as_good_as_eager(*of, f"gradient of the {name}")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("end", [0, 1], ids=["near the student", "near the teacher"])
-@pytest.mark.parametrize("distance", [1e-6, 1e-7, 1e-8, 1e-12])
-@pytest.mark.parametrize("of", ["logits", "log_probs", "top-k"])
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "end": [0, 1],
+        "distance": [1e-6, 1e-7, 1e-8, 1e-12],
+        "of": ["logits", "log_probs", "top-k"],
+    }
+)
 def test_mixtures_near_an_end(device: str, end: int, distance: float, of: str) -> None:
     """Of peaked rows m is little but the far side's share, which float32 does not have as a difference from 1."""
     beta = 1 - distance if end else distance
@@ -181,9 +191,7 @@ def test_mixtures_near_an_end(device: str, end: int, distance: float, of: str) -
             assert_as_good_as_eager(ours[i], eager[i], truth[i], f"gradient {i}, {rows} x {vocab}")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pairs_of({"device": [*DEVICES], "beta": [0.0, 0.3, 1.0], "dtype": [torch.bfloat16, torch.float16]})
 def test_long_rows_far_apart(device: str, beta: float, dtype: torch.dtype) -> None:
     """Where most of one row's mass is, the other's probabilities are 0 in float32."""
     vocab = 8200
@@ -201,10 +209,7 @@ def test_long_rows_far_apart(device: str, beta: float, dtype: torch.dtype) -> No
     assert ((grad.double() - right).norm(dim=-1) <= 2.5 * rounding * right.norm(dim=-1) + 2 * subnormal).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("vocab", [300, 8200])
-@pytest.mark.parametrize("of_teacher", [False, True])
+@pairs_of({"device": [*DEVICES], "beta": [0.0, 0.5, 1.0], "vocab": [300, 8200], "of_teacher": [False, True]})
 def test_a_nan_is_its_rows(device: str, beta: float, vocab: int, of_teacher: bool) -> None:
     inputs = torch.randn(2, 4, vocab, device=device).bfloat16()
     inputs[int(of_teacher), 2, vocab // 2] = torch.nan
@@ -215,9 +220,7 @@ def test_a_nan_is_its_rows(device: str, beta: float, vocab: int, of_teacher: boo
     assert torch.equal(grad.isnan().any(-1), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pairs_of({"device": [*DEVICES], "beta": [0.0, 0.3, 0.5, 1.0], "dtype": [torch.float32, torch.bfloat16]})
 def test_equal_rows_cost_exactly_nothing(device: str, beta: float, dtype: torch.dtype) -> None:
     student = (5 * torch.randn(6, 1003, device=device)).to(dtype)
     student[:, :9] = -torch.inf
@@ -230,9 +233,7 @@ def test_equal_rows_cost_exactly_nothing(device: str, beta: float, dtype: torch.
             assert torch.equal(grad, torch.zeros_like(student))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("log_probs", [False, True])
+@pairs_of({"device": [*DEVICES], "beta": [0.0, 0.5, 1.0], "log_probs": [False, True]})
 def test_infinite_logits(device: str, beta: float, log_probs: bool) -> None:
     """-inf in both, or where the formula has a factor 0: finite and right. Elsewhere the divergence is infinite."""
     student, teacher = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
@@ -288,9 +289,13 @@ def test_far_apart_and_close(device: str, beta: float) -> None:
             assert (grad - right).norm().item() < grad_bound * right.norm().item() + 1e-8
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", [(7,), (2, 3, 7), (2, 2, 2, 7), (0, 7), (2, 0, 7), (3, 0)], ids=str)
-@pytest.mark.parametrize("inplace", [False, True])
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "shape": [(7,), (2, 3, 7), (2, 2, 2, 7), (0, 7), (2, 0, 7), (3, 0)],
+        "inplace": [False, True],
+    }
+)
 def test_shapes(device: str, shape: tuple[int, ...], inplace: bool) -> None:
     student, teacher = torch.randn(shape, device=device), torch.randn(shape, device=device)
     labels = torch.randint(0, 7, shape[:-1], device=device)
@@ -346,9 +351,13 @@ def test_two_dtypes(device: str, inplace: bool) -> None:
             assert torch.equal(grad, wanted.to(grad.dtype))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("student_grad, teacher_grad", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "student_grad, teacher_grad": [(True, False), (False, True), (False, False)],
+        "beta": [0.0, 0.5, 1.0],
+    }
+)
 def test_frozen_sides(device: str, student_grad: bool, teacher_grad: bool, beta: float) -> None:
     student, teacher = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device)
     _, both = gradients(lambda s, t: fusegrad.jsd(s, t, beta=beta), [student, teacher])
@@ -364,9 +373,13 @@ def test_frozen_sides(device: str, student_grad: bool, teacher_grad: bool, beta:
                 torch.testing.assert_close(tensor.grad, grad)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "dtype": [torch.float32, torch.float16],
+        "reduction": ["none", "sum", "mean", "batchmean"],
+    }
+)
 def test_no_row_kept(device: str, dtype: torch.dtype, reduction: str) -> None:
     student, teacher = torch.randn(4, 9, device=device).to(dtype), torch.randn(4, 9, device=device).to(dtype)
     labels = torch.full((4,), -100, device=device)
@@ -381,9 +394,7 @@ def test_no_row_kept(device: str, dtype: torch.dtype, reduction: str) -> None:
             assert torch.equal(value, torch.zeros_like(value))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+@pairs_of({"device": [*DEVICES], "beta": [0.0, 0.5, 1.0], "tail": ["bucket", "renormalize"]})
 def test_a_top_k_teacher_with_all_columns_is_a_dense_one(device: str, beta: float, tail: str) -> None:
     if tail == "renormalize" and beta == 1:
         return
@@ -412,7 +423,7 @@ def test_a_top_k_teacher_whose_rows_have_fewer(device: str, beta: float) -> None
         assert ((grad - right).norm() / right.norm()).item() < (1e-3 if device == "cuda" else 1e-5)
 
 
-@pytest.mark.parametrize("sample", [*DISTILLATION, *DISTILLATION_LOGITS], ids=str)
+@rows_of("sample", [*DISTILLATION, *DISTILLATION_LOGITS], tests=4)
 def test_gradcheck(sample: Distillation) -> None:
     student, teacher = (torch.randn(5, 7, dtype=torch.float64) for _ in range(2))
     if sample.options.get("log_probs"):
@@ -437,10 +448,14 @@ def test_the_divergence_is_pytorchs_at_the_ends() -> None:
 # --- the name that PyTorch has for the ends ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
-@pytest.mark.parametrize("log_probs", [False, True], ids=["logits", "log_probs"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@pairs_of(
+    {
+        "reduction": ["none", "sum", "mean", "batchmean"],
+        "log_probs": [False, True],
+        "reverse": [False, True],
+        "device, dtype": [*DEVICE_DTYPES],
+    }
+)
 @pytest.mark.filterwarnings("ignore:reduction")
 def test_kl_div_is_pytorchs(device: str, dtype: torch.dtype, reverse: bool, log_probs: bool, reduction: str) -> None:
     logits = [(2 * torch.randn(65, 131, device=device)).to(dtype) for _ in range(2)]

@@ -9,6 +9,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import pairs_of, rows_of
 from fusegrad import reference
 from nestings import NESTINGS, Seen, along
 from support import DEVICES, acc_of, assert_as_good_as_eager, dtypes
@@ -102,13 +103,10 @@ def formula(student: Tensor, teacher: Tensor, settings: tuple[Any, ...]) -> Tens
 
 
 SIZES = [(5, 7), (3, 1000), (2, 9001)]
-everywhere = pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES, ids=str)
+everywhere = rows_of("device, dtype", DEVICE_DTYPES)
 
 
-@everywhere
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("sides", ["both", "student", "teacher"])
+@pairs_of({"device, dtype": DEVICE_DTYPES, "sizes": [*SIZES], "case": CASES, "sides": ["both", "student", "teacher"]})
 def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: torch.dtype, sides: str) -> None:
     """Values, gradients, tangents of both; a column cut off keeps rows from starting at units of 16 bytes."""
     if sides != "both" and sizes[1] != 1000:
@@ -170,7 +168,7 @@ def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: tor
 
 
 @everywhere
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@rows_of("beta", [0.0, 0.3, 1.0])
 def test_what_is_ignored_or_wrong(device: str, dtype: torch.dtype, beta: float) -> None:
     """Ignored rows may hold anything; on the GPU a row with a wrong label is NaN. Equal rows have no gradient."""
     ops, labels = torch.ops.fusegrad, torch.tensor([1, -100, 3], device=device)
@@ -221,8 +219,8 @@ def test_opcheck(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", NESTINGS)
 @pytest.mark.parametrize("beta", [0.0, 0.4])
+@rows_of("name", [*NESTINGS])
 def test_nestings(name: str, device: str, beta: float) -> None:
     """Both sides move: the teacher is a function of the student."""
     dtype = torch.float64 if device == "cpu" else torch.float32
@@ -272,7 +270,7 @@ SECOND: dict[str, dict[str, Any]] = {
 
 
 @everywhere
-@pytest.mark.parametrize("options", SECOND.values(), ids=list(SECOND))
+@rows_of("options", SECOND)
 def test_second_derivatives_of_the_linear_loss(options: dict[str, Any], device: str, dtype: torch.dtype) -> None:
     """In chunks, and as accurate as eager PyTorch; the first gradients are the kernels' to the bit."""
     torch.manual_seed(0)

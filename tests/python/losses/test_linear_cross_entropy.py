@@ -4,15 +4,15 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import pairs_of, rows_of
 from fusegrad import Aux, reference
 from support import DEVICE_DTYPES, DEVICES, LINEAR, Sample, assert_as_good_as_eager, gradients
 
 SIZES = [(7, 8, 5), (300, 24, 333), (150, 16, 2501)]
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
 @pytest.mark.parametrize("sample", LINEAR, ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype, inplace", [(*of, inplace) for of in DEVICE_DTYPES for inplace in (False, True)])
 def test_parity(device: str, dtype: torch.dtype, sample: Sample, inplace: bool) -> None:
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     names = {"workspace_mib"}
@@ -69,9 +69,13 @@ def test_bfloat16_accumulation_only_when_asked_for(device: str, lean: bool) -> N
     assert error < (3e-2 if lean else 5e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("input_grad, weight_grad", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"workspace_mib": 0}], ids=str)
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "input_grad, weight_grad": [(True, False), (False, True), (False, False)],
+        "options": [{}, {"reduction": "none"}, {"workspace_mib": 0}],
+    }
+)
 def test_frozen_inputs(device: str, input_grad: bool, weight_grad: bool, options: dict) -> None:
     x, w = torch.randn(20, 8, device=device), torch.randn(11, 8, device=device)
     target = torch.randint(0, 11, (20,), device=device)
@@ -132,7 +136,7 @@ def test_lse_is_differentiable(reduction: str) -> None:
     assert torch.autograd.gradcheck(both, [t.requires_grad_() for t in (x, w, b)])
 
 
-@pytest.mark.parametrize("sample", LINEAR, ids=str)
+@rows_of("sample", [*LINEAR], tests=4)
 def test_gradcheck(sample: Sample) -> None:
     x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
     target = sample.target((5,), 7, "cpu", torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fusegrad
 import pytest
 import torch
+from coverings import pairs_of, rows_of
 from fusegrad import JSDAux, reference
 from support import (
     DEVICE_DTYPES,
@@ -24,7 +25,7 @@ CASES = [(device, dtype, sample) for device, dtype in DEVICE_DTYPES for sample i
 CASES += [(device, torch.float32, sample) for device in DEVICES for sample in DISTILLATION]
 
 
-@pytest.mark.parametrize("device, dtype, sample", CASES, ids=str)
+@rows_of("device, dtype, sample", [*CASES], tests=16)
 def test_parity(device: str, dtype: torch.dtype, sample: Distillation) -> None:
     for rows, hidden, teacher_hidden, vocab in SIZES:
         student = [torch.randn(rows, hidden, device=device), torch.randn(vocab, hidden, device=device) * hidden**-0.5]
@@ -88,9 +89,13 @@ def test_bfloat16_accumulation_only_when_asked_for(device: str, lean: bool) -> N
     assert error < (3e-2 if lean else 1.5e-2 if device == "cuda" else 5e-3)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("input_grad, weight_grad", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"workspace_mib": 0}], ids=str)
+@pairs_of(
+    {
+        "device": [*DEVICES],
+        "input_grad, weight_grad": [(True, False), (False, True), (False, False)],
+        "options": [{}, {"reduction": "none"}, {"workspace_mib": 0}],
+    }
+)
 def test_frozen_inputs(device: str, input_grad: bool, weight_grad: bool, options: dict) -> None:
     x, w = torch.randn(20, 8, device=device), torch.randn(11, 8, device=device)
     y, v = torch.randn(20, 6, device=device), torch.randn(11, 6, device=device)
@@ -185,7 +190,7 @@ def test_a_teacher_that_requires_grad_is_refused(part: str) -> None:
         fusegrad.linear_jsd(torch.randn(4, 8), torch.randn(11, 8), **arguments)
 
 
-@pytest.mark.parametrize("sample", [*DISTILLATION, *DISTILLATION_LINEAR], ids=str)
+@rows_of("sample", [*DISTILLATION, *DISTILLATION_LINEAR], tests=4)
 def test_gradcheck(sample: Distillation) -> None:
     x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
     y, v = (torch.randn(*s, dtype=torch.float64) for s in ((5, 2), (7, 2)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from coverings import each_of, rows_of
 from function_transforms import assert_same_under_transforms, assert_second_derivatives, twice
 from fusegrad import Aux, _loss_chunks, reference
 from torch import Tensor
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
         {"weight": torch.linspace(0.5, 2, V).double(), "reduction": "sum", "z_loss": 0.2},
     ),
 }
-cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+cases = rows_of("case", CASES)
 
 
 def pair(case: tuple[Callable[[], Tensor], dict[str, Any]], linear: float) -> tuple[Callable, Callable, list[Tensor]]:
@@ -85,7 +86,7 @@ def test_second_derivatives(case: Any, linear: float) -> None:
 
 
 @linears
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@rows_of("reduction", ["mean", "none"])
 def test_aux_values(linear: bool, reduction: str) -> None:
     """All of them have derivatives under a transform; those that a backward refuses are refused in both orders."""
     ours, _, inputs = pair((target, {"z_loss": 0.2, "reduction": reduction, "return_aux": DIFFERENTIABLE}), linear)
@@ -175,8 +176,8 @@ def test_per_sample_gradients(linear: float) -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @linears
+@rows_of("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(linear: bool, dtype: torch.dtype) -> None:
     ours, _, inputs = pair((target, {"z_loss": 0.1}), linear)
     _, truth, _ = pair((target, {"z_loss": 0.1}), linear)
@@ -338,8 +339,7 @@ SECOND: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SECOND)
+@each_of({"dtype": [torch.float32, torch.bfloat16, torch.float16], "name": [*SECOND]})
 def test_second_derivatives_by_kernels(name: str, dtype: torch.dtype, each_device: str) -> None:
     """In chunks, and as accurate as eager PyTorch; the first gradients are the kernels' to the bit."""
     torch.manual_seed(0)

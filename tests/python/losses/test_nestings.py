@@ -8,6 +8,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import pairs_of, rows_of
 from fusegrad import Aux, _loss_chunks, reference
 from nestings import NESTINGS, along
 from torch import Tensor
@@ -139,8 +140,8 @@ SAME: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("name", NESTINGS)
 @pytest.mark.parametrize("case", CASES)
+@rows_of("name", [*NESTINGS])
 def test_nestings(case: str, name: str) -> None:
     (ours, formula), shape = CASES[case]
     x, d = torch.randn(2, *shape, dtype=torch.float64)
@@ -156,9 +157,7 @@ NESTED: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
-@pytest.mark.parametrize("of", NESTED)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("of_function", ["jsd", "cross_entropy", "linear_jsd"])
+@pairs_of({"of": [*NESTED], "size": [1, 2], "of_function": ["jsd", "cross_entropy", "linear_jsd"]})
 def test_batches_outside_of_what_is_differentiated(of_function: str, size: int, of: str) -> None:
     """Batches of a constant alone: its level is outside of those of the transforms between."""
     x = torch.randn(N, H if of_function == "linear_jsd" else V, dtype=torch.float64)

@@ -8,6 +8,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from support import gradients
 from torch import Tensor
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 REFUSED = r"linear_weight must have shape|out_features must be \(\)|target must be"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("variant", ["", "chunked", "chunked_none"])
+@rows_of("dtype", [torch.float32, torch.float64])
 def test_samples_of_the_function(variant: str, dtype: torch.dtype) -> None:
     from torch.testing._internal.common_methods_invocations import op_db
 

@@ -9,6 +9,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import pairs_of, rows_of
 from fusegrad import Aux, reference
 from nestings import NESTINGS, Seen, along
 from support import DEVICES, acc_of, assert_as_good_as_eager, dtypes
@@ -85,12 +86,10 @@ def formula(logits: Tensor, settings: tuple[Any, ...]) -> Tensor:
 
 
 SIZES = [(5, 7), (3, 1000), (2, 9001)]
-everywhere = pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES, ids=str)
+everywhere = rows_of("device, dtype", DEVICE_DTYPES)
 
 
-@everywhere
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pairs_of({"device, dtype": DEVICE_DTYPES, "sizes": [*SIZES], "case": CASES})
 def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: torch.dtype) -> None:
     """Values, gradient, tangents of both; a column cut off keeps rows from starting at units of 16 bytes."""
     torch.manual_seed(1)
@@ -199,8 +198,8 @@ def formula_of_them(x: Tensor, target: Tensor) -> Tensor:
     return loss + (z.logsumexp(1) * aux["entropy"]).sum() + aux["token_log_prob"].sin().sum()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NESTINGS)
+@pytest.mark.parametrize("device", DEVICES)
 def test_nestings(name: str, device: str) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float32
     target = torch.tensor([1, -100, 3, 5], device=device)

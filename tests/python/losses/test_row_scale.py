@@ -7,13 +7,14 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import Aux, reference
 from support import DEVICE_DTYPES, assert_as_good_as_eager
 from test_aux_gradients import AUX, compare, outputs
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}, {"softcap": 5.0}, {"label_smoothing": 0.1}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     rows, hidden, vocab = 150, 16, 1003
     plain = {name: value for name, value in options.items() if name != "workspace_mib"}
@@ -35,7 +36,6 @@ def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
     )
 
 
-@pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
@@ -48,6 +48,7 @@ def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
     ],
     ids=str,
 )
+@rows_of("per_row", [False, True])
 def test_gradcheck(options: dict[str, Any], per_row: bool) -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(s, dtype=torch.float64) for s in ((5, 3), (7, 3), (7,))]
@@ -78,7 +79,7 @@ def test_gradcheck(options: dict[str, Any], per_row: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_gradient_of_a_learned_scale(device: str, dtype: torch.dtype) -> None:
     """One number for all rows, as in a contrastive head."""
     x, w = torch.randn(64, 16, device=device).to(dtype), torch.randn(300, 16, device=device).to(dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import Aux, reference
 from support import DEVICE_DTYPES, DEVICES
 from test_aux_gradients import AUX, compare
@@ -26,7 +27,7 @@ def sample(device: str, count: int = 9) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "z_loss": 1e-3}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     target, support = sample(device)
     logits = (2 * torch.randn(ROWS, VOCAB, device=device)).to(dtype)
@@ -63,7 +64,7 @@ def test_ignored_rows_may_hold_anything(device: str, linear: bool, softcap: floa
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}, {"softcap": 3.0}], ids=str)
-@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@rows_of("device, dtype", [*DEVICE_DTYPES])
 def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     target, support = sample(device)
     plain = {name: value for name, value in options.items() if name != "workspace_mib"}

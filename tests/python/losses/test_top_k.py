@@ -9,6 +9,7 @@ import fusegrad
 import pytest
 import torch
 import torch.distributed as dist
+from coverings import pairs_of, rows_of
 from fusegrad import JSDAux, VocabParallel, reference
 from support import DEVICES, gradients
 from torch import Tensor
@@ -52,7 +53,7 @@ def floored(log_probs: Tensor) -> Tensor:
 
 @each_device
 @SHARDED
-@pytest.mark.parametrize("dtype, count", [(torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 256)], ids=str)
+@rows_of("dtype, count", [(torch.bfloat16, 64), (torch.float16, 64), (torch.float32, 256)])
 def test_sums_of_one_or_more(dtype: torch.dtype, count: int, sharded: bool, device: str) -> None:
     """KL(student | teacher) stays finite where the stored probabilities leave nothing for the others."""
     vocab, rows = 1000, 512
@@ -79,7 +80,7 @@ def test_sums_of_one_or_more(dtype: torch.dtype, count: int, sharded: bool, devi
 
 @each_device
 @SHARDED
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@rows_of("beta", [0.0, 0.3, 1.0])
 def test_tail_log_prob(beta: float, sharded: bool, device: str) -> None:
     """What was stored of the rest counts, however little it is: here down to e**-30."""
     vocab, rows, count = 300, 64, 16
@@ -109,8 +110,9 @@ def test_tail_log_prob(beta: float, sharded: bool, device: str) -> None:
 
 @each_device
 @SHARDED
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("beta, tail", [(0.0, "bucket"), (0.4, "bucket"), (1.0, "bucket"), (0.4, "renormalize")])
+@pairs_of(
+    {"softcap": [None, 3.0], "beta, tail": [(0.0, "bucket"), (0.4, "bucket"), (1.0, "bucket"), (0.4, "renormalize")]}
+)
 def test_padding(beta: float, tail: str, softcap: float | None, sharded: bool, device: str) -> None:
     """Rows that have fewer than K give what they give alone, whatever their padding holds."""
     vocab, count = 40, 6
@@ -203,7 +205,7 @@ def test_what_is_checked_of_log_probabilities(sharded: bool) -> None:
 
 @each_device
 @SHARDED
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@rows_of("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_no_row_costs_less_than_nothing(beta: float, sharded: bool, device: str) -> None:
     """Equal and nearly equal teachers, in every form; NaN is not hidden."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -256,8 +258,8 @@ def test_a_tail_of_fewer_bits(linear: bool, sharded: bool, device: str) -> None:
 
 @each_device
 @SHARDED
-@pytest.mark.parametrize("reduction", ["none", "batchmean", "sum"])
 @pytest.mark.parametrize("linear", [False, True], ids=["jsd", "linear_jsd"])
+@rows_of("reduction", ["none", "batchmean", "sum"])
 def test_no_rows(linear: bool, reduction: str, sharded: bool, device: str) -> None:
     teacher = (torch.empty(0, 3, device=device), torch.empty(0, 3, dtype=torch.int64, device=device))
     x = torch.empty(0, 7, device=device, requires_grad=True)

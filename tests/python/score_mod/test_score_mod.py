@@ -14,6 +14,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad._C import score_mod as language
 from fusegrad.score_mod import split_scalars
 from hypothesis import HealthCheck, assume, given, settings
@@ -675,8 +676,8 @@ def test_a_graph_refuses_what_breaks_a_rule() -> None:
         g.copy("text", 0, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@rows_of(
+    "text, message",
     [
         ("", "1:1: expected 'score_mod 1'"),
         ("score_mod 1\n%0 = add score\nreturn %0", "2:6: 'add' expects 2 operands, but got 1"),

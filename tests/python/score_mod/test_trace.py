@@ -17,6 +17,7 @@ import pytest
 import score_mods
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad import ScoreMod, TraceError, trace_mask_mod, trace_score_mod
 from fusegrad._C import score_mod as language
 from fusegrad._tracing import cache
@@ -90,7 +91,7 @@ def check_mask_mod(mod: Callable) -> ScoreMod:
     return traced
 
 
-@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda c: c.name.replace(" ", "_"))
+@rows_of("case", score_mods.CASES, tests=4)
 def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     score_mod, mask_mod, parameters = draw(case)
     if score_mod is not None:
@@ -99,7 +100,7 @@ def test_score_mods_from_the_field(case: score_mods.Case) -> None:
         check_mask_mod(mask_mod)
 
 
-@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda c: c.name.replace(" ", "_"))
+@rows_of("case", score_mods.CASES, tests=4)
 def test_another_call_with_new_values_is_not_traced(case: score_mods.Case) -> None:
     score_mod, mask_mod, parameters = draw(case)
     for mod, trace in ((score_mod, trace_score_mod), (mask_mod, trace_mask_mod)):
@@ -224,8 +225,8 @@ def test_score_mod_by_hand() -> None:
         mod(1, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@rows_of(
+    "arguments, message",
     [
         (("score_mod 1\nreturn nothing",), "2:8"),
         (("derivative 1\nreturn grad",), "of a score_mod or a mask_mod"),
@@ -925,8 +926,8 @@ def as_numpy(s, b, h, q, kv):
 BIG, COMPLEX, META = torch.randn(3, 5000), torch.randn(N, dtype=torch.complex64), torch.randn(N, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("function", "line", "message"),
+@rows_of(
+    "function, line, message",
     [
         (branch, "if s > 0:", "torch.where"),
         (item, "return s * q.item()", "keep it a tensor"),
@@ -950,7 +951,6 @@ BIG, COMPLEX, META = torch.randn(3, 5000), torch.randn(N, dtype=torch.complex64)
         (own_error, 'raise KeyError("mine")', "KeyError.*mine"),
         (as_numpy, "return s.numpy()", "keep it a tensor"),
     ],
-    ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_errors_name_the_line(function: Callable, line: str | None, message: str) -> None:
     before = TABLE.clone()

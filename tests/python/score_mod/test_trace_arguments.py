@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad import TraceError, trace_score_mod
 from fusegrad._tracing import cache
 from fusegrad._tracing.dispatch import _HANDLERS, _MOVES
@@ -181,7 +182,7 @@ def calls(func: Any) -> list[dict[str, Any]]:
     return [first, *others, *({**first, k: v} for k, v in optional)]
 
 
-@pytest.mark.parametrize("func", overloads(), ids=lambda f: f.name().removeprefix("aten::"))
+@rows_of("func", overloads())
 def test_each_argument(func: Any) -> None:
     if AFTER_2_11 and func.name() in ("aten::clamp", "aten::clamp_max"):
         pytest.skip("at a bound this torch has another subgradient")
@@ -222,8 +223,8 @@ def test_the_padding_row_of_an_embedding_gets_no_gradient(padding: int) -> None:
     torch.testing.assert_close(grad, (rows != padding % 4).double()[:, None].expand(4, 3))
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
+@rows_of(
+    "call, name",
     [
         (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), "scale_grad_by_freq=True of embedding"),
         (lambda w, i: F.embedding(i, w, sparse=True), "sparse=True of embedding"),

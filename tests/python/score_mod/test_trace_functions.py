@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad import TraceError, trace_mask_mod, trace_score_mod
 from fusegrad._tracing import cache
 from test_trace import N, assert_follows, check_mask_mod, check_score_mod, fresh  # noqa: F401
@@ -203,7 +204,7 @@ def make(draw: Callable) -> dict[str, tuple[Callable, list[Tensor]]]:
 CASES = tuple(make(torch.ones))
 
 
-@pytest.mark.parametrize("name", CASES)
+@rows_of("name", [*CASES])
 def test_functions(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
     mod, parameters = make(lambda *shape: torch.randn(*shape, generator=generator).requires_grad_())[name]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad import TraceError, create_block_mask, explain, flex_attention, trace_mask_mod, trace_score_mod
 from fusegrad._tracing import cache
 from test_trace_table import MORE, VECTORS, function, section, takes_two
@@ -150,8 +151,8 @@ MODS: dict[str, Callable[[Tensor, float], Callable]] = {
 }
 
 
-@pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize("name", MODS)
+@rows_of("anew", [True, False])
 def test_traces(name: str, anew: bool) -> None:
     captured = torch.ones(ROWS, 4)
 
@@ -168,9 +169,7 @@ def test_traces(name: str, anew: bool) -> None:
     assert resident() - before < 5 * captured.nbytes
 
 
-@pytest.mark.parametrize(
-    "of", ["of one number", "of two numbers", "truth", "of integers", "of several numbers", "not in the language"]
-)
+@rows_of("of", ["of one number", "of two numbers", "truth", "of integers", "of several numbers", "not in the language"])
 def test_all_that_a_score_mod_may_call(of: str) -> None:
     def traced(name: str) -> None:
         cache.clear()
@@ -227,7 +226,7 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@rows_of("name", [*CALLS])
 def test_calls(name: str) -> None:
     def call() -> None:
         cache.clear()

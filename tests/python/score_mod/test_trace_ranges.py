@@ -9,6 +9,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import each_of, rows_of
 from fusegrad import TraceError, trace_score_mod
 from fusegrad.score_mod import split_scalars
 from torch import Tensor
@@ -63,7 +64,7 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@rows_of("name", [*TAKEN])
 def test_out_of_range_raises_where_pytorch_does(name: str) -> None:
     keys = 32
     places = torch.arange(keys) - keys // 2
@@ -79,7 +80,7 @@ def test_out_of_range_raises_where_pytorch_does(name: str) -> None:
             assert evaluated(mod, 1).item() == pytest.approx(wanted, abs=1e-12), place
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@rows_of("name", [*TAKEN])
 def test_numbers_out_of_range_raise_when_traced(name: str) -> None:
     for place in (-16, 15, 100):
         with pytest.raises((TraceError, IndexError), match=r"out of (range|bounds)"):
@@ -131,8 +132,7 @@ WRAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8, torch.int64])
-@pytest.mark.parametrize("name", WRAPPING)
+@each_of({"dtype": [torch.int32, torch.int16, torch.int8, torch.uint8, torch.int64], "name": [*WRAPPING]})
 def test_integers_wrap(name: str, dtype: torch.dtype) -> None:
     values = LIMITS.to(dtype)
     if name == "dot" and dtype != torch.int32:

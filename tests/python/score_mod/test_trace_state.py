@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad import TraceError, trace_score_mod
 from fusegrad._tracing import cache
 from test_trace import H, N, assert_follows, check_score_mod, fresh, misses  # noqa: F401
@@ -50,7 +51,8 @@ def _register(name: str) -> Callable[[nn.Module], object]:
     return lambda net: getattr(net, name)(hook)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("of_score", [True, False])
+@rows_of(
     "register",
     [
         _register("register_backward_hook"),
@@ -59,9 +61,7 @@ def _register(name: str) -> Callable[[nn.Module], object]:
         lambda net: of_modules.register_module_full_backward_hook(lambda module, *grads: None),
         lambda net: of_modules.register_module_full_backward_pre_hook(lambda module, *grads: None),
     ],
-    ids=["backward", "full_backward", "full_backward_pre", "global_full_backward", "global_full_backward_pre"],
 )
-@pytest.mark.parametrize("of_score", [True, False])
 def test_backward_hooks_of_modules_are_refused(register: Callable, of_score: bool) -> None:
     net, bias = Net(), torch.randn(N, requires_grad=True)
 

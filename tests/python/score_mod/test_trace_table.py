@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad import TraceError, trace_score_mod
 from fusegrad._tracing import cache
 from fusegrad._tracing.dispatch import _FILLS, _HANDLERS, _MOVES
@@ -120,7 +121,7 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("name", section("of one number"))
+@rows_of("name", section("of one number"))
 def test_functions_of_one_number(name: str) -> None:
     x = torch.tensor(SPECIAL)
     if AFTER_2_11 and ("clamp" in name or "clip" in name):
@@ -131,7 +132,7 @@ def test_functions_of_one_number(name: str) -> None:
     compare(lambda s: function(name)(s, *MORE.get(name, ())), x, rtol=1e-7 if "hard" in name else 1e-9)
 
 
-@pytest.mark.parametrize("name", section("of two numbers"))
+@rows_of("name", section("of two numbers"))
 def test_functions_of_two_numbers(name: str) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, [0.0, -0.0, 1.0, -1.0, 2.0, -2.5, 0.3, math.inf, math.nan])))
     if name == "torch.floor_divide":  # which has no derivative in PyTorch
@@ -149,13 +150,13 @@ def takes_two(name: str) -> bool:
     return name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
 
 
-@pytest.mark.parametrize("name", section("truth"))
+@rows_of("name", section("truth"))
 def test_truth(name: str) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
     compare(lambda s, other: torch.where(function(name)(s, *([other] if takes_two(name) else [])), 2.0, 3.0), *pairs.T)
 
 
-@pytest.mark.parametrize("name", section("of integers"))
+@rows_of("name", section("of integers"))
 def test_functions_of_integers(name: str) -> None:
     call = function(name)
     other = (2,) if "not" not in name else ()
@@ -205,7 +206,7 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", section("of several numbers"))
+@rows_of("name", section("of several numbers"))
 def test_functions_of_several_numbers(name: str) -> None:
     mod = VECTORS.get(name, lambda x: function(name)(x, 0))
     x = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
@@ -252,7 +253,7 @@ UNORDERED = ("torch.kthvalue", "torch.median", "torch.topk", "torch.sort", "torc
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
-@pytest.mark.parametrize("name", [*(n for n in section("of several numbers") if n not in UNORDERED), *KINKS])
+@rows_of("name", [*(n for n in section("of several numbers") if n not in UNORDERED), *KINKS])
 def test_subgradients(name: str, length: int) -> None:
     """At ties, zeros and infinities. Elements of up to 2 are single, more have an axis."""
     mod = KINKS.get(name) or VECTORS.get(name) or (lambda x: function(name)(x, 0))
@@ -289,7 +290,7 @@ def test_the_table_has_all_that_the_tracer_knows() -> None:
     assert {"reshape", "permute", "flip"} <= _MOVES
 
 
-@pytest.mark.parametrize("name", section("not in the language"))
+@rows_of("name", section("not in the language"))
 def test_what_is_refused_is_refused_by_name(name: str) -> None:
     with pytest.raises(
         TraceError, match=r"the operation .*, which score_mods do not have; write it with the functions"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from function_transforms import assert_same_under_transforms
 from fusegrad import TraceError, create_block_mask, flex_attention, trace_score_mod
 from nestings import NESTINGS
@@ -70,7 +71,7 @@ def captured() -> tuple[Tensor, Tensor]:
     return torch.randn(H, dtype=torch.float64), torch.randn(N, H, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", MODS)
+@rows_of("name", [*MODS])
 def test_derivatives_of_what_is_computed_from_captured_tensors(name: str) -> None:
     assert_same_under_transforms(attention_of(flex_attention, MODS[name]), attention_of(plain, MODS[name]), captured())
 
@@ -184,7 +185,7 @@ def test_trace_score_mod_within_a_transform() -> None:
     assert_same_under_transforms(f, attention_of(plain, MODS["exp"]), captured())
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
+@rows_of("nesting", [*NESTINGS])
 def test_nestings_of_transforms(nesting: str) -> None:
     c, w = captured()
     d = torch.randn_like(c)

@@ -13,6 +13,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import rows_of
 from fusegrad import TraceError
 from fusegrad._C import score_mod as language
 from needs import needs_flex_compiler
@@ -120,7 +121,7 @@ CASES: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@rows_of("name", [*CASES])
 def test_like_pytorch(name: str) -> None:
     assert_like_dense(CASES[name], [A, K, MATRIX, TABLE, SMALL, WIDE, ZEROS, HIDDEN, OUTER, JOINED, *NET.parameters()])
 
@@ -212,8 +213,8 @@ def test_the_text() -> None:
     assert "for each of 64 elements of a vector" in language.explain(TEXT, [True])
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
+@rows_of(
+    "old, new, message",
     [
         ("axis 64", "axis 0", "2:|extent of an axis must be 1 to 65536, but got 0"),
         ("axis 64", "axis 65537", "but got 65537"),
@@ -331,7 +332,7 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", DISTANCES)
+@rows_of("name", [*DISTANCES])
 def test_derivatives_where_a_distance_is_zero(name: str) -> None:
     """Gradients, tangents and second derivatives: those without the pairs whose distance is 0, whose gradient is 0."""
     distance = DISTANCES[name]

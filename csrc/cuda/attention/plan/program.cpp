@@ -108,6 +108,13 @@ std::string entry(const KernelSpec& spec) {
   return text;
 }
 
+// The gradient of max_scores goes to the scores that equal the forward's to the bit. Two kernels that both compute a
+// score_mod contract other products and sums to one rounding.
+std::vector<std::string> flags(const FlexCase& c) {
+  const bool compares = (c.max_scores || c.max_gradient) && !c.score_mod.text.empty();
+  return compares ? std::vector<std::string>{"--fmad=false"} : std::vector<std::string>{};
+}
+
 }  // namespace
 
 jit::KernelProgram flex_program(const KernelSpec& spec, const std::string& architecture) {
@@ -124,7 +131,7 @@ jit::KernelProgram flex_program(const KernelSpec& spec, const std::string& archi
   source += entry(spec);
   std::string text(c.score_mod.text);
   if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;
-  return {{spec.name(), source, architecture, {}, text}, spec.name(), f.shared_bytes, false};
+  return {{spec.name(), source, architecture, flags(c), text}, spec.name(), f.shared_bytes, false};
 }
 
 }  // namespace fusegrad::cuda

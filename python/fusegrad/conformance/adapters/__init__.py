@@ -14,6 +14,9 @@ ADAPTERS = {
     "cce": "peers:CCE",
     "cce-unfiltered": "peers:CCEUnfiltered",
     "fa4": "peers:FlashAttention4",
+    "jax": "in_jax:JaxNN",
+    "tokamax": "in_jax:Tokamax",
+    "fusegrad-jax": "in_jax:FusegradJAX",
     "fusegrad": "ours:Fusegrad",
     "fusegrad-inplace": "ours:FusegradInplace",
 }
