@@ -1,11 +1,12 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
-#   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
+#   make build | test | test-python | test-jax | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
 #        wheel | test-wheel | release
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), JOBS (compile
 # jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_CUDA=AUTO|ON|OFF,
 # FUSEGRAD_CUDA_ARCHS="90a;100", FUSEGRAD_NVCC=path or pypi, FUSEGRAD_JAX=OFF (neither JAX nor the library for it),
+# FUSEGRAD_JAXLIB=folder (an older jaxlib than the environment's, by whose headers the library for JAX is built),
 # FUSEGRAD_UNITY=OFF (each file compiled by itself, for work on one), TORCHES (of the wheel), PYTHONS (of the release),
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
@@ -25,7 +26,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
+.PHONY: test test-python test-jax test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ build: $(BUILD)/build.ninja
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
 	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $(SITE)/fusegrad/
 
-OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_UNITY FUSEGRAD_TORCHES FUSEGRAD_MANYLINUX
+OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_JAXLIB FUSEGRAD_UNITY FUSEGRAD_TORCHES FUSEGRAD_MANYLINUX
 # JAX is installed for the tests; another target builds its library where it is there already.
 JAX_THERE := $(VENV)/.installed-jax
 JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(if $(filter test test-python wheel test-wheel release,$(MAKECMDGOALS)),$(JAX_THERE),$(wildcard $(JAX_THERE))))
@@ -101,6 +102,11 @@ test: test-python test-cpp test-example
 
 test-python: build $(VENV)/.installed-test $(VENV)/.installed-test-alone
 	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# The oldest JAX, without torch.
+OLDEST_JAX ?= 0.8.0
+test-jax: build
+	$(BIN)/python tools/test_jax.py $(OLDEST_JAX)
 
 test-cpp: build
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS)

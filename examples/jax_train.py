@@ -1,8 +1,11 @@
-"""Trains a small language model in JAX with fusegrad's linear cross entropy, on one device or several.
+"""Trains a small language model in JAX with fusegrad's flex attention and linear cross entropy, on one device or
+several.
 
     python examples/jax_train.py [--steps 200] [--devices 2]
 
-The text is the source of Python's standard library, byte by byte. With several devices the batch is split over them by
+The text is the source of Python's standard library, byte by byte. Where a byte stands is told by a table of each layer,
+[buckets of distances, heads], as T5 has it (Raffel et al. 2020, arXiv:1910.10683): the score_mod reads it, so that no
+bias of all pairs is made, and it gets its gradient. With several devices the batch is split over them by
 shard_map, each has all parameters, and the loss is divided by the number of tokens of all of them. (On a CPU:
 XLA_FLAGS=--xla_force_host_platform_device_count=2 makes two devices of it.) At the end the program checks the last
 gradients against plain JAX.
@@ -24,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-BYTES, HIDDEN, LENGTH, BATCH, LAYERS, HEADS = 256, 128, 64, 16, 2, 4
+BYTES, HIDDEN, LENGTH, BATCH, LAYERS, HEADS, BUCKETS = 256, 128, 64, 16, 2, 4, 16
 Parameters = dict[str, Any]
 
 
@@ -35,6 +38,7 @@ def initialise(key: jax.Array) -> Parameters:
         return jax.random.normal(one, shape) * 0.02
 
     layer = lambda: {  # noqa: E731
+        "near": normal(BUCKETS, HEADS),
         "qkv": normal(3, HEADS, HIDDEN // HEADS, HIDDEN),
         "out": normal(HIDDEN, HIDDEN),
         "up": normal(4 * HIDDEN, HIDDEN),
@@ -42,7 +46,6 @@ def initialise(key: jax.Array) -> Parameters:
     }
     return {
         "tokens": normal(BYTES, HIDDEN),
-        "positions": normal(LENGTH, HIDDEN),
         "layers": [layer() for _ in range(LAYERS)],
         "head": normal(BYTES, HIDDEN),
     }
@@ -52,27 +55,49 @@ def norm(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
-def hidden_states(parameters: Parameters, tokens: jax.Array) -> jax.Array:
+def bucket(distance: Any) -> Any:
+    """Of how far back a byte lies: its own of the next 8, then one for each half of an octave."""
+    far = 8 + (2 * jnp.log2(jnp.maximum(distance, 8) / 8)).astype(jnp.int32)
+    return jnp.where(distance < 8, distance, jnp.minimum(far, BUCKETS - 1))
+
+
+def fused_attention(qkv: jax.Array, near: jax.Array) -> jax.Array:
+    """[3, batch, length, heads, D] and a table [BUCKETS, HEADS] to [batch, length, heads, D]."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + near[bucket(jnp.maximum(q_idx - kv_idx, 0)), h]
+
+    query, key, value = qkv
+    mask = fusegrad.jax.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, LENGTH, LENGTH)
+    return fusegrad.jax.flex_attention(query, key, value, score_mod, mask, layout="BSHD")
+
+
+def plain_attention(qkv: jax.Array, near: jax.Array) -> jax.Array:
+    query, key, value = qkv
+    place = jnp.arange(LENGTH)
+    back = place[:, None] - place
+    scores = jnp.einsum("bikd,bjkd->bkij", query, key) * (HIDDEN // HEADS) ** -0.5
+    scores = scores + near[bucket(jnp.maximum(back, 0))].transpose(2, 0, 1)
+    return jnp.einsum("bkij,bjkd->bikd", jax.nn.softmax(jnp.where(back >= 0, scores, -jnp.inf)), value)
+
+
+def hidden_states(parameters: Parameters, tokens: jax.Array, attention: Any) -> jax.Array:
     """[batch, length] tokens to [batch, length, HIDDEN]."""
-    x = parameters["tokens"][tokens] + parameters["positions"]
-    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    x = parameters["tokens"][tokens]
     for layer in parameters["layers"]:
-        query, key, value = jnp.einsum("bsh,ckdh->cbksd", norm(x), layer["qkv"])
-        scores = jnp.einsum("bkid,bkjd->bkij", query, key) * (HIDDEN // HEADS) ** -0.5
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
-        attended = jnp.einsum("bkij,bkjd->bikd", weights, value).reshape(x.shape)
-        x = x + attended @ layer["out"].T
+        qkv = jnp.einsum("bsh,ckdh->cbskd", norm(x), layer["qkv"])
+        x = x + attention(qkv, layer["near"]).reshape(x.shape) @ layer["out"].T
         x = x + jax.nn.gelu(norm(x) @ layer["up"].T) @ layer["down"].T
     return norm(x)
 
 
 def fused_loss(parameters: Parameters, tokens: jax.Array, target: jax.Array, normalizer: Any = None) -> jax.Array:
-    x = hidden_states(parameters, tokens)
+    x = hidden_states(parameters, tokens, fused_attention)
     return fusegrad.jax.linear_cross_entropy(x, parameters["head"], target, normalizer=normalizer)
 
 
 def plain_loss(parameters: Parameters, tokens: jax.Array, target: jax.Array) -> jax.Array:
-    logits = hidden_states(parameters, tokens) @ parameters["head"].T
+    logits = hidden_states(parameters, tokens, plain_attention) @ parameters["head"].T
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), target[..., None], -1).mean()
 
 
@@ -134,7 +159,7 @@ def train(steps: int, devices: int = 1) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train in JAX with fusegrad's linear cross entropy.")
+    parser = argparse.ArgumentParser(description="Train in JAX with fusegrad's attention and loss.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--devices", type=int, default=1)
     arguments = parser.parse_args()

@@ -23,6 +23,9 @@ PACKAGES = (
     "trl",
     "verl",
     "jvp-flash-attention",
+    "jax",
+    "tokamax",
+    "cuequivariance-jax",
 )
 
 

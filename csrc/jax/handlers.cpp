@@ -1,21 +1,12 @@
 // The row kernels as XLA's custom calls. python/fusegrad/jax/_rows.py calls them and says what they return; formulas in
 // losses/row_kernels.h. An optional array is absent where it has no elements.
-#include <xla/ffi/api/ffi.h>
-
-#include <exception>
-#include <functional>
-#include <initializer_list>
-#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <type_traits>
-#include <utility>
 
-#include "jax/host.h"
+#include "jax/handler.h"
 #include "losses/linear_plan.h"
-#include "losses/row_kernels.h"
 
 namespace fusegrad::jax {
 
@@ -43,10 +34,6 @@ struct Divergence {
 
 }  // namespace fusegrad::jax
 
-#define FUSEGRAD_TEXT(name) xla::ffi::StructMember<std::string_view>(#name)
-#define FUSEGRAD_INT(name) xla::ffi::StructMember<int64_t>(#name)
-#define FUSEGRAD_REAL(name) xla::ffi::StructMember<double>(#name)
-#define FUSEGRAD_BOOL(name) xla::ffi::StructMember<bool>(#name)
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Loss, FUSEGRAD_TEXT(op), FUSEGRAD_INT(ignore_index),
                                       FUSEGRAD_REAL(label_smoothing), FUSEGRAD_REAL(z_loss), FUSEGRAD_REAL(softcap),
                                       FUSEGRAD_REAL(logit_scale));
@@ -61,22 +48,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Divergence, FUSEGRAD_TEXT(o
 
 namespace fusegrad::jax {
 namespace {
-
-namespace ffi = xla::ffi;
-using Array = ffi::AnyBuffer;
-using Result = ffi::Result<ffi::AnyBuffer>;
-
-struct Device {
-  const RowKernels* kernels;
-  void* stream;
-  bool cpu;
-};
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(std::string("fusegrad.jax: a custom call must get ") + what);
-}
-
-void* data(const Array& array) { return array.element_count() == 0 ? nullptr : array.untyped_data(); }
 
 DType dtype_of(const Array& array) {
   switch (array.element_type()) {
@@ -151,7 +122,7 @@ void forward(const Device& device, const Loss& loss, Array logits, Array target,
   if (p.targets.index != nullptr) check_range(device, loss.op, "target", target, p.cols, loss.ignore_index);
   p.logits = data(logits);
   p.logits_stride = p.cols;
-  if (gradient.size() != 0) {
+  if (!gradient.empty()) {
     p.grad = data(**gradient.get<Array>(0));
     p.grad_stride = p.cols;
   }
@@ -245,96 +216,14 @@ void jsd(const Device& device, const Divergence& d, Array student, Array teacher
   device.kernels->jsd(p, dtype_of(student), device.stream);
 }
 
-// Exceptions must not leave a handler.
-template <class Function>
-ffi::Error guarded(Function&& function) {
-  try {
-    function();
-    return ffi::Error::Success();
-  } catch (const std::bad_alloc& error) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, error.what());
-  } catch (const std::out_of_range& error) {
-    return ffi::Error(ffi::ErrorCode::kOutOfRange, error.what());
-  } catch (const std::logic_error& error) {
-    return ffi::Error::InvalidArgument(error.what());
-  } catch (const std::exception& error) {
-    return ffi::Error::Internal(error.what());
-  }
-}
-
-// The device that each platform's context stands for.
-struct Cpu {
-  using Context = ffi::ThreadPool;
-  static void call(ffi::ThreadPool pool, const std::function<void(const Device&)>& function) {
-    cpu::Host host = host_of(pool);
-    function({&kCpuRowKernels, &host, /*cpu=*/true});
-  }
-  static constexpr std::initializer_list<ffi::Traits> kTraits = {};
-};
-
-#ifdef FUSEGRAD_WITH_CUDA
-struct Cuda {
-  using Context = ffi::PlatformStream<void*>;
-  static void call(void* stream, const std::function<void(const Device&)>& function) {
-    function({&kCudaRowKernels, stream, /*cpu=*/false});
-  }
-  static constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
-};
-#endif
-
-// Adds each of `Buffers` to a handler's signature.
-template <class Binding, class Function>
-auto bind(Binding&& binding, Function* function, std::initializer_list<ffi::Traits> traits) {
-  return std::move(binding).To(function, traits);
-}
-template <class Buffer, class... Buffers, class Binding, class Function>
-auto bind(Binding&& binding, Function* function, std::initializer_list<ffi::Traits> traits) {
-  if constexpr (std::is_same_v<Buffer, Array>) {
-    return jax::bind<Buffers...>(std::move(binding).template Arg<Array>(), function, traits);
-  } else if constexpr (std::is_same_v<Buffer, Result>) {
-    return jax::bind<Buffers...>(std::move(binding).template Ret<Array>(), function, traits);
-  } else {
-    return jax::bind<Buffers...>(std::move(binding).RemainingRets(), function, traits);
-  }
-}
-
-template <class Platform, auto kFunction>
-struct Handler;
-template <class Platform, class Attributes, class... Buffers,
-          void (*kFunction)(const Device&, const Attributes&, Buffers...)>
-struct Handler<Platform, kFunction> {
-  using Context = typename Platform::Context;
-
-  static ffi::Error call(typename ffi::CtxDecoding<Context>::Type context, Attributes attributes, Buffers... buffers) {
-    return guarded(
-        [&] { Platform::call(context, [&](const Device& device) { kFunction(device, attributes, buffers...); }); });
-  }
-  static XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
-    static const auto handler = jax::bind<Buffers...>(
-        ffi::Ffi::Bind().template Ctx<Context>().template Attrs<Attributes>(), call, Platform::kTraits);
-    return handler->Call(frame);
-  }
-};
-
 }  // namespace
 }  // namespace fusegrad::jax
 
-// The symbols that python/fusegrad/jax/_library.py registers.
-#define FUSEGRAD_EXPORT(platform, Platform, name)                                               \
-  extern "C" XLA_FFI_Error* fusegrad_jax_##platform##_##name(XLA_FFI_CallFrame* frame) {        \
-    return fusegrad::jax::Handler<fusegrad::jax::Platform, fusegrad::jax::name>::handle(frame); \
-  }
-#define FUSEGRAD_EXPORT_ALL(platform, Platform) \
-  FUSEGRAD_EXPORT(platform, Platform, forward)  \
-  FUSEGRAD_EXPORT(platform, Platform, gradient) \
-  FUSEGRAD_EXPORT(platform, Platform, scales)   \
-  FUSEGRAD_EXPORT(platform, Platform, sum)      \
-  FUSEGRAD_EXPORT(platform, Platform, jsd)
-
-FUSEGRAD_EXPORT_ALL(cpu, Cpu)
-#ifdef FUSEGRAD_WITH_CUDA
-FUSEGRAD_EXPORT_ALL(cuda, Cuda)
-#endif
+FUSEGRAD_EXPORT(forward)
+FUSEGRAD_EXPORT(gradient)
+FUSEGRAD_EXPORT(scales)
+FUSEGRAD_EXPORT(sum)
+FUSEGRAD_EXPORT(jsd)
 
 // The jaxlib whose headers these handlers were compiled with. Older ones refuse them.
 extern "C" const char* fusegrad_jax_jaxlib_version() { return FUSEGRAD_JAXLIB_VERSION; }

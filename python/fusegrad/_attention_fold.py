@@ -6,46 +6,22 @@ is rewritten to take it apart, and reads of a tensor that vmap is over get v as 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fusegrad._C import score_mod as _language
-
 from ._attention_composite import Call, Mod, Tensors
+from ._mod_fold import taken_apart
 
 __all__ = ["fold", "fold_rows", "moved", "unfold"]
-
-
-@functools.lru_cache(maxsize=512)
-def _taken_apart(text: str, batched: tuple[bool, ...]) -> str:
-    """The text for a folded batch; the call's own B is a further number. Buffers that are batched have one more
-    dimension, the first."""
-    given = _language.parse(text)
-    g = _language.graph(given.kind())
-    for (type_, rank), more in zip(given.buffers(), batched, strict=True):
-        g.add_buffer(type_, rank + more)
-    for type_ in given.scalars():
-        g.add_scalar(type_)
-    folded, own = g.input("b"), g.scalar(g.add_scalar(_language.INT))
-    element, b = g.apply("floor_div", folded, own), g.apply("mod", folded, own)
-    made: list[int] = []
-    for i, (op, _, of, operands) in enumerate(given.nodes()):
-        images = [made[x] for x in operands]
-        if op == "load" and batched[of]:
-            made.append(g.load(of, [element, *images]))
-        else:
-            made.append(b if (op, of) == ("input", "b") else g.copy(given, i, images))
-    return g.text(made[given.result()], simplified=True).replace("\n", ";")
 
 
 def _folded_mod(mod: Mod, batched: Sequence[bool], batch: int) -> Mod:
     if not mod.text:
         return mod
-    return Mod(_taken_apart(mod.text, tuple(batched)), mod.floats, [*mod.ints, batch])
+    return Mod(taken_apart(mod.text, tuple(batched)), mod.floats, [*mod.ints, batch])
 
 
 def moved(t: Tensor, dim: int | None, size: int) -> Tensor:

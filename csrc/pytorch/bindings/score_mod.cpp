@@ -82,6 +82,7 @@ DType dtype_named(const std::string& name) {
 
 void bind(py::Module m) {
   bind_graph(m);
+  bind_blocks(m);
   m.def("primitives", &primitives, "The table: (name, arity, type rule) of every primitive.");
   m.def("canonical", &canonical_text, py::arg("text"),
         "The canonical text; ValueError with line:column if it is wrong.");

@@ -14,5 +14,7 @@ DType dtype_named(const std::string& name);
 void bind(python::Module m);
 /// And its graphs.
 void bind_graph(python::Module m);
+/// And what a mask_mod says of blocks.
+void bind_blocks(python::Module m);
 
 }  // namespace fusegrad::score_mod

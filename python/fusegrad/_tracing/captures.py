@@ -25,8 +25,8 @@ from .._transforms import differentiated
 from .code import Untrusted, facts_of
 from .copying import Copy
 from .lifted import Lifted, Number
+from .names import words
 from .tensor import TracedTensor
-from .trees import words
 
 __all__ = ["Captures", "Guard"]
 

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass, field
 from types import CodeType
 
-from .trees import words
+from .names import words
 
 __all__ = ["CodeFacts", "Untrusted", "facts_of"]
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from fusegrad._C.score_mod import BOOL, INT, Graph
 
 from .errors import Refused, RefusedWrite, unknown
+from .names import words
 from .ops import ELEMENTWISE, FOLDS, bounds, checked, inside, wrapped
 from .tensor import TracedTensor
 from .trace import Trace, category
-from .trees import mapped, tensors_of, words
+from .trees import mapped, tensors_of
 from .vectors import SMALL, Source, axes_of, axis_of, common_axes, coordinates, result_axes, taken, terms_of
 
 __all__ = ["dispatch"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .trees import words
+from .names import words
 
 __all__ = ["Expression", "Lifted", "Number", "NumberWanted", "evaluate"]
 

@@ -1,17 +1,18 @@
 """ATen operations on scalars, by their names: what each emits into the graph.
 
 A function's parameters are those of the operation's schema. Tensors and numbers arrive as terms, one element at a
-time; None and strings as they are. The result is cast to the type that PyTorch's promotion gives.
+time; None and strings as they are. The result is cast to the type that PyTorch's promotion gives. fusegrad.jax uses
+what is here too: it must not need torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_LENGTH, Graph
 
-from .trees import words
+from .names import words
 
 __all__ = ["ELEMENTWISE", "FOLDS", "bounds", "checked", "inside", "wrapped"]
 
@@ -352,8 +353,12 @@ _INT32: Bounds = (-(1 << 31) + (1 << 20), (1 << 31) - (1 << 20))
 """Of captured int32: so far from the limits that small numbers may be added without a thought of wrapping."""
 
 
-def bounds(g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8) -> Bounds:
-    """What is known of an integer's least and largest value; `unknown`: of what is read or cast."""
+def bounds(
+    g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8, known: Mapping[int, Bounds] | None = None
+) -> Bounds:
+    """What is known of an integer's least and largest value; `unknown`: of what is read or cast, `known`: of terms."""
+    if known is not None and term in known:
+        return known[term]
     operation, type_, of, operands = g.node(term)
     if operation == "constant":
         return (int(of),) * 2
@@ -367,7 +372,7 @@ def bounds(g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8) -> Bound
         return unknown
     if operation not in _BOUNDS or depth == 0:
         return _ANY
-    x = [bounds(g, operand, unknown, depth - 1) for operand in operands]
+    x = [bounds(g, operand, unknown, depth - 1, known) for operand in operands]
     low, high = _BOUNDS[operation](x)
     return (low, high) if abs(low) < 1 << 62 and abs(high) < 1 << 62 else _ANY
 
@@ -386,6 +391,12 @@ def _product_bounds(x: list[Bounds]) -> Bounds:
     return min(corners), max(corners)
 
 
+def _quotient(bound: float, nearer: float, farther: float) -> float:
+    """A bound of quotients by positive numbers: a negative one is divided by `nearer`, where it is the larger."""
+    by = nearer if bound < 0 else farther
+    return bound if math.isinf(bound) else -1 if bound < 0 and math.isinf(by) else 0 if math.isinf(by) else bound // by
+
+
 _BOUNDS: dict[str, Callable[[list[Bounds]], Bounds]] = {
     "add": lambda x: (x[0][0] + x[1][0], x[0][1] + x[1][1]),
     "sub": lambda x: (x[0][0] - x[1][1], x[0][1] - x[1][0]),
@@ -397,7 +408,7 @@ _BOUNDS: dict[str, Callable[[list[Bounds]], Bounds]] = {
     "max": lambda x: (max(x[0][0], x[1][0]), max(x[0][1], x[1][1])),
     "clamp": lambda x: (min(max(x[0][0], x[1][0]), x[2][0]), min(max(x[0][1], x[1][1]), x[2][1])),
     "mod": lambda x: (0, x[1][1] - 1) if x[1][0] > 0 else _ANY,
-    "floor_div": lambda x: (min(x[0][0], 0), max(x[0][1], 0)) if x[1][0] > 0 else _ANY,
+    "floor_div": lambda x: (_quotient(x[0][0], *x[1]), _quotient(x[0][1], *x[1][::-1])) if x[1][0] > 0 else _ANY,
     "and": lambda x: ((0, min(high for low, high in x if low >= 0)) if max(x[0][0], x[1][0]) >= 0 else _bits_bounds(x)),
     "or": _bits_bounds,
     "xor": _bits_bounds,
@@ -415,10 +426,17 @@ _BOUNDS: dict[str, Callable[[list[Bounds]], Bounds]] = {
 }
 
 
-def wrapped(g: Graph, term: int, bits: int, signed: bool, from_wider: bool = False) -> int:
+def wrapped(
+    g: Graph,
+    term: int,
+    bits: int,
+    signed: bool,
+    from_wider: bool = False,
+    known: Mapping[int, Bounds] | None = None,
+) -> int:
     """An integer as a type of so many bits would hold it."""
     half = 1 << (bits - 1)
-    low, high = bounds(g, term, _INT32 if bits == 32 and not from_wider else _ANY)
+    low, high = bounds(g, term, _INT32 if bits == 32 and not from_wider else _ANY, known=known)
     if (-half if signed else 0) <= low and high < (half if signed else 2 * half):
         return term
     if not signed:

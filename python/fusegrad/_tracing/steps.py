@@ -12,7 +12,8 @@ from torch import Tensor
 from .._transforms import unwrapped
 from .errors import Refused
 from .lifted import Lifted
-from .trees import contains, mapped, tensors_of, words
+from .names import words
+from .trees import contains, mapped, tensors_of
 
 __all__ = ["Step", "Steps"]
 

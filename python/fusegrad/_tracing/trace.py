@@ -22,10 +22,11 @@ from .errors import Refused, RefusedWrite, unknown, within
 from .functions import Functions
 from .indexing import is_full_slice, normalized, read_terms
 from .lifted import Lifted, Number
+from .names import words
 from .ops import checked, inside
 from .steps import Steps
 from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode
-from .trees import contains, mapped, tensors_of, words
+from .trees import contains, mapped, tensors_of
 from .vectors import SMALL, axis_of, packed_shape, terms_of
 
 __all__ = ["Trace", "category"]

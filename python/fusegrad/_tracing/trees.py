@@ -7,11 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["contains", "mapped", "tensors_of", "words"]
-
-
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+__all__ = ["contains", "mapped", "tensors_of"]
 
 
 def contains(tree: Any, kind: type | tuple[type, ...]) -> bool:

@@ -17,7 +17,8 @@ def value(op: str, holds: bool, what: str, got: object) -> None:
         raise ValueError(f"{op}: {what}, but got {got}")
 
 
-def array(op: str, name: str, given: Any) -> jax.Array:
+def array(op: str, name: str, given: Any, *, may_be_split: bool = False) -> jax.Array:
+    """The array, whole on each device unless it `may_be_split` over explicit axes."""
     try:
         x = jnp.asarray(given)
     except TypeError as error:
@@ -27,11 +28,11 @@ def array(op: str, name: str, given: Any) -> jax.Array:
             f"{op}: {name} must have a shape of numbers, but got {list(x.shape)}, which are symbolic: export a program "
             "for each shape"
         )
-    return whole(x)
+    return x if may_be_split else whole(x)
 
 
-def floating(op: str, name: str, given: Any) -> jax.Array:
-    x = array(op, name, given)
+def floating(op: str, name: str, given: Any, *, may_be_split: bool = False) -> jax.Array:
+    x = array(op, name, given, may_be_split=may_be_split)
     if x.dtype.name not in FLOATING:
         raise TypeError(f"{op}: {name} must be float32, bfloat16, float16 or float64, but got {x.dtype.name}")
     return x

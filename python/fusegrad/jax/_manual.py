@@ -20,7 +20,7 @@ def varying(x: jax.Array) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
-def _split(x: jax.Array) -> Any:
+def sharding_of(x: jax.Array) -> Any:
     """The sharding of an array whose dimensions are split over explicit axes, else None."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     return sharding if sharding is not None and any(axes is not None for axes in sharding.spec) else None
@@ -28,13 +28,13 @@ def _split(x: jax.Array) -> Any:
 
 def whole(x: jax.Array) -> jax.Array:
     """The array on every device; its gradient is split as the array was."""
-    sharding = _split(x)
+    sharding = sharding_of(x)
     return x if sharding is None else reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def split_as(rows: jax.Array, given: Any) -> jax.Array:
     """Values of rows [...], split as the array [..., V] that they were made of."""
-    sharding = _split(jnp.asarray(given))
+    sharding = sharding_of(jnp.asarray(given))
     if sharding is None:
         return rows
     return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: rows.ndim])))
@@ -42,7 +42,11 @@ def split_as(rows: jax.Array, given: Any) -> jax.Array:
 
 def _cast(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     missing = tuple(sorted(axes - varying(x), key=str))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # before JAX 0.8.1
 
 
 def alike(tree: Tree) -> Tree:

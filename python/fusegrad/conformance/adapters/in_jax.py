@@ -15,9 +15,11 @@ from ..adapter import Adapter, NotOffered
 
 
 def _array(tensor: Tensor) -> Any:
+    import jax
     import jax.numpy as jnp
 
-    return jnp.array(jnp.from_dlpack(tensor.detach().contiguous()), copy=True)
+    with jax.enable_x64(True):  # else float64 becomes float32
+        return jnp.array(jnp.from_dlpack(tensor.detach().contiguous()), copy=True)
 
 
 def _tensor(array: Any) -> Tensor:

@@ -1,0 +1,441 @@
+"""fusegrad.jax beside its peers in JAX: flex_attention of several models' shapes, forward alone and with the backward,
+and linear_cross_entropy at a large vocabulary.
+
+A time is that of one of several steps within one jitted program, each of which reads what the one before it wrote, so
+that the host's part is hidden as in a training step; "call" is a jitted call of one step, from the host. Memory is
+XLA's own account of a program of one step: its temporaries, above arguments and results. Errors are against formulas in
+float32.
+
+    python benchmarks/jax_attention.py [--device cpu] [--rows triangle] [--peers none] [--output FOLDER]
+
+Peers: XLA and cuDNN by jax.nn.dot_product_attention; `pip install tokamax`, `pip install cuequivariance-jax
+cuequivariance-ops-jax-cu13`.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("FUSEGRAD_TORCH", "0")  # the harness has torch, but fusegrad's half for it is not measured
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fusegrad.jax as fj
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness.failure import Outcome
+from harness.report import print_table
+from harness.rows import argument_parser, over, peers_asked_for, run_rows
+
+OP = "jax_attention"
+STEPS = 8  # within a program
+Result = dict[str, Any]
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """kind: what is computed. `both`: the goal for forward and backward, ms; 0: none."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    dtype: str = "bfloat16"
+    both: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.sizes} {self.dtype}"
+
+
+CUDA_ROWS = (
+    Row("triangle", (512, 4, 512, 32), both=1.35),
+    Row("triangle", (256, 4, 256, 32), both=0.25),
+    Row("tokens", (2, 16, 512, 32), both=0.06),
+    Row("t5", (8, 12, 2048, 64), both=1.2),
+    Row("causal", (4, 16, 4096, 128), both=1.65),
+    Row("swin", (2048, 4, 49, 32)),
+    Row("graphormer", (16, 8, 512, 64)),
+    Row("alibi", (4, 16, 2048, 64)),
+    Row("documents", (1, 16, 16384, 128)),
+    Row("loss", (32768, 2560, 128256)),
+)
+CPU_ROWS = (
+    Row("triangle", (8, 2, 64, 16), "float32"),
+    Row("t5", (1, 2, 128, 16), "float32"),
+    Row("causal", (1, 2, 256, 16), "float32"),
+    Row("swin", (8, 2, 49, 16), "float32"),
+    Row("graphormer", (2, 2, 64, 16), "float32"),
+    Row("alibi", (1, 2, 128, 16), "float32"),
+    Row("documents", (1, 2, 512, 16), "float32"),
+    Row("loss", (256, 32, 1024), "float32"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """leaves: query, key, value [B, H, S, D], then what the bias is made of. ours(*leaves): the output. bias(*rest):
+    what peers add to the scores, [B or 1, H or 1, S, S], or None. mask: which pairs take part, or None; causal: that
+    mask has a name."""
+
+    leaves: tuple[jax.Array, ...]
+    ours: Step
+    bias: Step | None = None
+    mask: jax.Array | None = None
+    causal: bool = False
+
+
+def bucket(distance: Any) -> Any:
+    """T5's, of 32 in both directions, up to 128 (arXiv:1910.10683)."""
+    half = 16
+    n = jnp.abs(distance)
+    far = 8 + (jnp.log(jnp.maximum(n, 1) / 8) / np.log(128 / 8) * (half - 8)).astype(jnp.int32)
+    return jnp.where(distance > 0, half, 0) + jnp.where(n < 8, n, jnp.minimum(far, half - 1))
+
+
+def problem(row: Row) -> Problem:
+    B, H, S, D = row.sizes
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), row.dtype)  # noqa: E731
+    qkv = tuple(make(B, H, S, D) for _ in range(3))
+    place = jnp.arange(S, dtype=jnp.int32)
+    if row.kind in ("triangle", "tokens", "swin"):
+
+        def ours(q: Any, k: Any, v: Any, pair: Any) -> Any:
+            return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + pair[h, i, j])
+
+        return Problem((*qkv, make(H, S, S)), ours, lambda pair: pair[None])
+    if row.kind == "t5":
+
+        def t5(q: Any, k: Any, v: Any, table: Any) -> Any:
+            return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[bucket(j - i), h])
+
+        return Problem(
+            (*qkv, make(32, H)), t5, lambda table: table[bucket(place - place[:, None])].transpose(2, 0, 1)[None]
+        )
+    if row.kind == "graphormer":
+        index = jnp.asarray(rng.integers(0, 64, (B, S, S)), jnp.int32)
+
+        def graph(q: Any, k: Any, v: Any, table: Any) -> Any:
+            return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[index[b, i, j], h])
+
+        return Problem((*qkv, make(64, H)), graph, lambda table: table[index].transpose(0, 3, 1, 2))
+    causal = place >= place[:, None]
+    if row.kind == "alibi":
+        slopes = 2.0 ** (-8 * jnp.arange(1, H + 1, dtype=jnp.float32) / H)
+        mask = fj.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, S)
+
+        def alibi(q: Any, k: Any, v: Any) -> Any:
+            return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j), mask)
+
+        distance = (place[:, None] - place).astype(jnp.float32)
+        return Problem(qkv, alibi, lambda: (-slopes[:, None, None] * distance)[None].astype(row.dtype), causal.T, True)
+    if row.kind == "documents":
+        of = place // (S // 16)
+        allowed = lambda b, h, i, j: (i >= j) & (of[i] == of[j])  # noqa: E731
+        mask = fj.create_block_mask(allowed, 1, 1, S, S)
+        ours = lambda q, k, v: fj.flex_attention(q, k, v, None, mask)  # noqa: E731
+        return Problem(qkv, ours, None, causal.T & (of[:, None] == of))
+    mask = fj.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, S)
+    return Problem(qkv, lambda q, k, v: fj.flex_attention(q, k, v, None, mask), None, causal.T, True)
+
+
+# --- peers: functions of query, key and value [B, H, S, D] and a bias -----------------------------------------------
+
+
+def _swapped(attention: Step) -> Step:
+    """Of a function of [B, S, H, D]: XLA makes of it what the model's own layout would be."""
+
+    def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return attention(*(x.swapaxes(1, 2) for x in (q, k, v)), **options).swapaxes(1, 2)
+
+    return run
+
+
+def nn(implementation: str) -> Callable[[Problem], Step]:
+    def of(given: Problem) -> Step:
+        attend = _swapped(jax.nn.dot_product_attention)
+        mask = None if given.mask is None or given.causal else given.mask[None, None]
+
+        def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+            bias = None if given.bias is None else given.bias(*rest)
+            options = {"is_causal": given.causal, "implementation": implementation}
+            return attend(q, k, v, bias=bias, mask=mask, **options)
+
+        return run
+
+    return of
+
+
+def tokamax(implementation: str) -> Callable[[Problem], Step]:
+    def of(given: Problem) -> Step:
+        import tokamax
+
+        attend = _swapped(tokamax.dot_product_attention)
+        mask = None if given.mask is None or given.causal else given.mask[None, None]
+
+        def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+            bias = None if given.bias is None else given.bias(*rest)
+            options = {"is_causal": given.causal, "implementation": implementation}
+            return attend(q, k, v, bias=bias, mask=mask, **options)
+
+        return run
+
+    return of
+
+
+def cuequivariance(given: Problem) -> Step:
+    from cuequivariance_jax import triangle_attention
+
+    if given.bias is None or given.mask is not None:
+        raise NotImplementedError("has a bias and no mask")
+
+    def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        bias = given.bias(*rest)  # type: ignore[misc]
+        if bias.shape[0] != 1:
+            raise NotImplementedError("has one bias for all rows")
+        out = triangle_attention(q[None], k[None], v[None], bias[:, None], None, scale=q.shape[3] ** -0.5)
+        return out[0][0].astype(q.dtype)
+
+    return run
+
+
+PEERS: dict[str, dict[str, Callable[[Problem], Step]]] = {
+    "cuda": {
+        "jax.nn XLA": nn("xla"),
+        "jax.nn cuDNN": nn("cudnn"),
+        "tokamax mosaic": tokamax("mosaic"),
+        "tokamax triton": tokamax("triton"),
+        "cuequivariance": cuequivariance,
+    },
+    "cpu": {"jax.nn XLA": nn("xla")},
+}
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str
+    peers: Sequence[str]
+    rounds: int
+    reps: int
+
+
+def again(step: Step, leaves: tuple[jax.Array, ...], steps: int) -> Step:
+    """A program of several steps; step(*leaves) gives as many arrays, by which these change for the next one."""
+
+    def run(*leaves: jax.Array) -> Any:
+        for _ in range(steps):
+            moves = step(*leaves)
+            leaves = tuple(
+                x - jnp.asarray(1e-3, x.dtype) * m.astype(x.dtype) for x, m in zip(leaves, moves, strict=True)
+            )
+        return leaves
+
+    return jax.jit(run).lower(*leaves).compile()
+
+
+def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: Options) -> None:
+    """Those that run, each with its arguments, its number of steps. The rounds alternate between them."""
+    works = {}
+    for name, (program, arguments, steps) in programs.items():
+        outcome = Outcome(lambda p=program, a=arguments: jax.block_until_ready([p(*a) for _ in range(3)][-1]))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+        else:
+            works[name] = (program, arguments, steps)
+    rounds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(options.rounds):
+        for name, (program, arguments, steps) in works.items():
+            found = []
+            for _ in range(options.reps):
+                started = time.perf_counter()
+                jax.block_until_ready(program(*arguments))
+                found.append(1e3 * (time.perf_counter() - started) / steps)
+            rounds[name].append(statistics.median(found))
+    result["rounds"] |= rounds
+    result["ms"] |= {name: statistics.median(all_) for name, all_ in rounds.items()}
+
+
+def of_attention(attend: Step, leaves: Sequence[jax.Array], upstream: jax.Array) -> tuple[Step, Step]:
+    def both(*leaves: jax.Array) -> Any:
+        return jax.vjp(attend, *leaves)[1](upstream)
+
+    def forward(*leaves: jax.Array) -> Any:
+        return (attend(*leaves), *(jnp.zeros((), x.dtype) for x in leaves[1:]))
+
+    return forward, both
+
+
+def attention(row: Row, options: Options) -> Result:
+    given = problem(row)
+    result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
+    result["first_s"] = {}
+    upstream = jnp.asarray(np.random.default_rng(1).standard_normal(given.leaves[0].shape), row.dtype)
+    attentions: dict[str, Step] = {"fusegrad": given.ours}
+    for name in options.peers:
+        outcome = Outcome(lambda name=name: PEERS[options.device][name](given))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+        else:
+            attentions[name] = outcome.value
+    programs: dict[str, tuple[Step, Any, int]] = {}
+    right = Outcome(lambda: _truth(given, upstream))
+    for name, attend in attentions.items():
+        forward, both = of_attention(attend, given.leaves, upstream)
+
+        def prepare(name: str = name, forward: Step = forward, both: Step = both) -> None:
+            started = time.perf_counter()
+            one = jax.jit(both).lower(*given.leaves).compile()
+            found = jax.block_until_ready(one(*given.leaves))
+            result["first_s"][name] = time.perf_counter() - started
+            result["peak_mib"][name] = one.memory_analysis().temp_size_in_bytes / 2**20
+            if not right.failure:
+                result["errors"][name] = _errors(found, right.value)
+            programs[f"{name} forward"] = (again(forward, given.leaves, STEPS), given.leaves, STEPS)
+            programs[f"{name} both"] = (again(both, given.leaves, STEPS), given.leaves, STEPS)
+            programs[f"{name} call"] = (one, given.leaves, 1)
+
+        outcome = Outcome(prepare)
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+    timed(programs, result, options)
+    return result
+
+
+def _truth(given: Problem, upstream: jax.Array) -> Any:
+    def formula(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        scores = jnp.einsum("bhid,bhjd->bhij", q, k) * q.shape[3] ** -0.5
+        if given.bias is not None:
+            scores = scores + given.bias(*rest)
+        if given.mask is not None:
+            scores = jnp.where(given.mask, scores, -jnp.inf)
+        return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, -1), v)
+
+    wide = [x.astype(jnp.float32) for x in given.leaves]
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(lambda *x: jax.vjp(formula, *x)[1](upstream.astype(jnp.float32)))(*wide)
+    return [np.asarray(x) for x in found]
+
+
+def _errors(found: Any, right: Any) -> dict[str, float]:
+    names = ("dq", "dk", "dv", "dbias")
+    pairs = [(np.asarray(x.astype(jnp.float32)), t) for x, t in zip(found, right, strict=True)]
+    return {n: float(np.linalg.norm(x - t) / np.linalg.norm(t)) for n, (x, t) in zip(names, pairs, strict=False)}
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+def loss(row: Row, options: Options) -> Result:
+    N, H, V = row.sizes
+    result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((N, H), np.float32), row.dtype)
+    w = jnp.asarray(rng.standard_normal((V, H), np.float32) * H**-0.5, row.dtype)
+    target = jnp.asarray(rng.integers(0, V, N), jnp.int32)
+
+    def plain(x: Any, w: Any) -> Any:
+        logits = (x @ w.T).astype(jnp.float32)
+        return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, target[:, None], 1)[:, 0]).mean()
+
+    def products(x: Any, w: Any) -> Any:
+        z = x @ w.T
+        return z @ w, z.T @ x
+
+    ways: dict[str, Step] = {
+        "fusegrad": jax.grad(lambda x, w: fj.linear_cross_entropy(x, w, target), (0, 1)),
+        "three products": products,
+        "XLA": jax.grad(plain, (0, 1)),
+    }
+    for implementation in ("xla", "chunked_xla"):
+
+        def theirs(x: Any, w: Any, implementation: str = implementation) -> Any:
+            import tokamax
+
+            how: Any = {"reduction": "mean", "implementation": implementation}
+            return tokamax.linear_softmax_cross_entropy_loss(x, target, w.T, **how)
+
+        ways[f"tokamax {implementation}"] = jax.grad(theirs, (0, 1))
+    programs: dict[str, tuple[Step, Any, int]] = {}
+    for name, way in ways.items():
+        outcome = Outcome(lambda way=way: jax.jit(way).lower(x, w).compile())
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+            continue
+        result["peak_mib"][name] = outcome.value.memory_analysis().temp_size_in_bytes / 2**20
+        programs[f"{name} both"] = (outcome.value, (x, w), 1)
+    timed(programs, result, options)
+    return result
+
+
+# --- goals ----------------------------------------------------------------------------------------------------------
+
+
+def goals(row: Row, result: Result) -> list[tuple[str, bool]]:
+    ms, found = result["ms"], list[tuple[str, bool]]()
+
+    def at_most(text: str, value: float, limit: float) -> None:
+        found.append((f"{text}: {value:.3f} <= {limit:g}", value <= limit))
+
+    if "fusegrad both" not in ms:
+        return [("fusegrad runs", False)]
+    if row.both:
+        at_most("forward and backward, ms", ms["fusegrad both"], row.both)
+    if row.kind == "loss" and "three products both" in ms:
+        at_most("times the three products", over(result, "fusegrad both", "three products both"), 1.08)
+    for part in ("forward", "both"):
+        names = [n.removesuffix(f" {part}") for n in ms if n.endswith(f" {part}") and not n.startswith("fusegrad")]
+        peers = [n for n in names if n != "three products"]
+        if peers and f"fusegrad {part}" in ms:
+            best = min(peers, key=lambda n: ms[f"{n} {part}"])
+            at_most(f"{part}, times {best}'s", over(result, f"fusegrad {part}", f"{best} {part}"), 1.0)
+    others = {n: m for n, m in result["peak_mib"].items() if n not in ("fusegrad", "three products")}
+    if others and row.kind != "loss":
+        best = min(others, key=lambda n: others[n])
+        at_most(f"MiB of temporaries, beside {best}'s", result["peak_mib"]["fusegrad"], others[best])
+    return found
+
+
+def show(row: Row, result: Result) -> None:
+    print(f"\n{row.label}")
+    lines = []
+    for name, value in result["ms"].items():
+        of, part = name.rsplit(" ", 1)
+        both = part == "both"
+        errors = result["errors"].get(of)
+        peak = f"{result['peak_mib'][of]:,.0f}" if both else ""
+        first = result.get("first_s", {}).get(of)
+        error = f"{max(errors.values()):.1e}" if both and errors else ""
+        lines.append([name, f"{value:.3f}", peak, error, f"{first:.2f}" if both and first else ""])
+    if lines:
+        print_table(["", "ms", "MiB of temporaries", "largest error", "s of the first call"], lines)
+
+
+def main() -> None:
+    parser = argument_parser("fusegrad.jax beside its peers in JAX.", reps=10)
+    arguments = parser.parse_args()
+    device = arguments.device
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    peers = peers_asked_for(parser, arguments.peers, PEERS[device])
+    options = Options(device, peers, arguments.rounds, arguments.reps)
+    run_rows(
+        OP,
+        arguments,
+        CUDA_ROWS if device == "cuda" else CPU_ROWS,
+        lambda row: (loss if row.kind == "loss" else attention)(row, options),
+        lambda row, result: goals(row, result) if device == "cuda" else [],
+        show,
+    )
+
+
+if __name__ == "__main__":
+    main()
