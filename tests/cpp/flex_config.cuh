@@ -1,5 +1,6 @@
 // What a kernel of flex attention is compiled for, at its smallest, with what a program renders of a score_mod and a
 // mask_mod. For NVRTC too.
+#include "cuda/attention/backward/place.cuh"
 #include "cuda/attention/captured/scheme.cuh"
 #include "cuda/device/hopper.cuh"
 #include "cuda/device/score_mod.cuh"
@@ -165,6 +166,21 @@ struct HopperTangentsConfig : HopperConfig {
 struct HopperWideConfig : HopperConfig {
   static constexpr int kRows = 64, kWarps = 4, kReadStages = 0;
   static constexpr bool kGradQuery = false;
+};
+// What a way of summing dQ asks of FlexBackwardHopper.
+struct SumsKernel {
+  using Configured = HopperBackwardConfig;
+  using Place = fusegrad::device::Place<Configured>;
+  static constexpr int kSumRows = 64, kBlockBytes = 256, kEightRows = 2048;
+  static constexpr Evict kUsedOnce = Evict::kNormal;
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  static __device__ int first_row(int group) { return 64 * group; }
+  static __device__ int first_col(int) { return 0; }
+  static __device__ unsigned sum(int group) { return 1024u * group; }
+  static __device__ unsigned sums_full(int group) { return 8u * group; }
+  static __device__ Place place_of(int i) { return {0, 1, i, 128}; }
+  const FlexBackwardArguments& a_;
+  const FlexBackwardHopperArguments& more_;
 };
 // In place of the products that a program renders.
 template <int kCols, bool kRegisterA, bool kTransposedB, bool kTransposedA>

@@ -22,6 +22,24 @@ struct HeaderKernel {
   int spilled = 0;
 };
 
+// A way in which dQ is summed, for some tiles.
+#define SUMS_OF_TILES(way)                                  \
+  "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"                      \
+  "static __constant__ FlexBackwardArguments arguments;\n"  \
+  "static __constant__ FlexBackwardHopperArguments more;\n" \
+  "const SumsKernel kernel{arguments, more};\n" way         \
+  "<SumsKernel> sums(kernel, 1);\n"                         \
+  "for (int i = 0; i < 4; ++i) {\n"                         \
+  "  const auto place = kernel.place_of(i);\n"              \
+  "  sums.begin();\n"                                       \
+  "  sums.give(place, i);\n"                                \
+  "  sums.finish(place);\n"                                 \
+  "  sums.look_ahead(place, i + 1);\n"                      \
+  "  sums.load_sums(place);\n"                              \
+  "}\n"                                                     \
+  "sums.end();\n"                                           \
+  "#endif"
+
 // A scheme's class, over one tile.
 #define SUM_OF_SCHEME(scheme)                                                                               \
   "extern __shared__ __align__(16) char shared[];\n"                                                        \
@@ -177,6 +195,16 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const Place<HopperBackwardConfig> place{0, 1, (int)in[threadIdx.x], kFarRows | 128 | kKeyStage | kLastOfKeys};\n"
      "out[threadIdx.x] = place.row() + place.kinds() + place.col() + place.next_stage() + place.has(kFarRows);",
      24, true},
+    {"cuda/attention/backward/query_sums/added.cuh", SUMS_OF_TILES("AddedSums"), 48, true},
+    {"cuda/attention/backward/query_sums/ordered.cuh", SUMS_OF_TILES("OrderedSums"), 48, true},
+    {"cuda/attention/backward/query_sums/query_sums.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "static_assert(kSame<QuerySumsOf<int, false, true, false>::Type, StoredFirst<int>>);\n"
+     "#endif\n"
+     "out[threadIdx.x] = in[threadIdx.x];",
+     16, true},
+    {"cuda/attention/backward/query_sums/stored_first.cuh", SUMS_OF_TILES("StoredFirst"), 64, true},
+    {"cuda/attention/backward/query_sums/whole_head.cuh", SUMS_OF_TILES("WholeHeadSums"), 64, true},
     {"cuda/attention/captured/scheme.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(is_vector(Scheme::kQVector) && is_stored(Scheme::kStored) && "

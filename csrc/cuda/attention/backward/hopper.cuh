@@ -21,17 +21,25 @@
 //
 // hopper_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
-//   kStoresFirst               the first CTA that has dQ of some queries stores it: its sums do not begin as zeros
-//   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
-//                              CTAs take tiles in this order
+//   kStoresFirst, kOrdered     how dQ is summed (query_sums/), as kWhole. In order CTAs take tiles of keys in it, too
 #pragma once
 
 #include "cuda/attention/backward/hopper_tiles.cuh"
+#include "cuda/attention/backward/query_sums/query_sums.cuh"
 
 namespace fusegrad::device {
 
 template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
+  template <class Kernel>
+  friend class AddedSums;
+  template <class Kernel>
+  friend class OrderedSums;
+  template <class Kernel>
+  friend class StoredFirst;
+  template <class Kernel>
+  friend class WholeHeadSums;
+  using Configured = Config;
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
@@ -540,152 +548,37 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     give_grad_query(c, i, next);
   }
 
-  // A lane adds eight queries; of narrow heads, which are one piece of memory, the first lane adds all.
-  static constexpr int kPieces = kNarrow ? 1 : kSumRows / 8;
-  __device__ __forceinline__ int piece_bytes(int group) const {
-    return min(a_.sum_cols - first_col(group), 64) / 8 * kBlockBytes * (kSumRows / 8 / kPieces);
-  }
   /// Run by one warp: reduces a warpgroup's dQ of each tile into global memory by TMA. Issuing the reductions and
   /// waiting for them would take the warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
-    const int bytes = piece_bytes(group);
-    const bool adds = lane() < kPieces;
+    QuerySums<FlexBackwardHopper, Config> sums(*this, group);
     store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
-    int state = kSumMissing;  // FlexSumState of the lane's sums of tile i, read a tile ahead
-    bool stored = false;      // the lane has stored sums and is to publish it
     for (int i = 0;; ++i) {
-      // A lane stores sums, adds to them and brings them back: each only when the one before is in memory.
-      if constexpr (Config::kWhole) wait_sums_added();
+      sums.begin();
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
       const bool ended = Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0);
       if (ended) {
         if constexpr (Config::kGradValue)
-          store_gradient<Config::kValue, false>(more_.grad_value, place_of_gradient(group, true), group, place);
+          store_gradient<Config::kValue, false>(more_.grad_value, place_of_gradient(group, true), group, place, sums);
         if constexpr (Config::kGradKey)
-          store_gradient<Config::kHead, true>(more_.grad_key, place_of_gradient(group, false), group, place);
+          store_gradient<Config::kHead, true>(more_.grad_key, place_of_gradient(group, false), group, place, sums);
       }
       if (place.tile == kNoMore) break;
-      const int first = place.row() + first_row(group), row = first + lane() * 8;
-      const bool some = place.tile >= 0 && first < a_.queries;
-      int* added = nullptr;
-      if constexpr (Config::kOrdered) {
-        const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-        added = more_.added + ((place.b * a_.heads + place.h) * tiles + place.row() / Config::kRows) * 2 + group;
-        if (some && lane() == 0) wait_for_count(added, place.col() / Config::kCols);
-        __syncwarp();
-      }
-      if constexpr (Config::kWhole) {
-        if (place.has(kRounds)) {
-          const int lacking = Config::kBlocks ? WholeHead<Config>::lacking_row(place.row(), a_.queries) : -1;
-          const int to = lacking >= 0 ? lacking + first_row(group) : first;
-          if (lane() == 0)
-            store_box<Tiles::kUsedOnce>(more_.grad_query, sum(group), first_col(group), to, place.h, place.b);
-        } else if (adds && row < a_.queries) {
-          float* to = sums_of(place, group) + lane() * 8 * a_.sum_cols;
-          if (place.has(kBeginsSums)) {
-            store_floats(to, sum(group) + lane() * kEightRows, bytes);
-          } else {
-            add_floats(to, sum(group) + lane() * kEightRows, bytes);
-          }
-        }
-        commit_sums();
-        wait_sums_read();
-        __syncwarp();
-        if (const Place next = place_of(i + 1); Config::kOwnPlaces || !next.last()) bring_sums(next, group);
-      } else {
-        float* to = a_.query_sum + (head_of_sums(place) + row) * a_.sum_cols + first_col(group) * 8;
-        const bool adding = adds && place.tile >= 0 && row < a_.queries;
-        if constexpr (Config::kStoresFirst) {
-          stored = store_or_add(adding, state, place, group, to, bytes);
-        } else if (adding) {
-          add_floats(to, sum(group) + lane() * kEightRows, bytes);
-        }
-        commit_sums();
-        wait_sums_read();
-      }
+      sums.give(place, i);
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
-      if (Config::kStoresFirst && stored) publish(place, group);
-      if constexpr (Config::kOrdered) {
-        if (adds) wait_sums_added();
-        __syncwarp();
-        if (some && lane() == 0) count_one(added);
-      }
+      sums.finish(place);
       if (Config::kOwnPlaces && ended) {
         wait_sums_read();
         __syncwarp();
         release(key_gradients_empty(group));
       }
-      if constexpr (Config::kStoresFirst) {
-        // Consumers that gave a tile's dQ have read the next Place.
-        state = kSumMissing;
-        if (place.tile >= 0) {
-          const Place next = place_of(i + 1);
-          if (adds && next.tile >= 0 && next.row() + first_row(group) + lane() * 8 < a_.queries)
-            asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(state) : "l"(state_of(next, group)));
-        }
-      }
+      sums.look_ahead(place, i + 1);
       store_grad_scores(i + 1, group);
     }
-    if (adds) wait_sums_added();
-  }
-  // The first row of the sums of a tile's head.
-  __device__ __forceinline__ long long head_of_sums(const Place& place) const {
-    return static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
-  }
-  // The state of the sums to which the lane adds its part of a tile's dQ.
-  __device__ __forceinline__ int* state_of(const Place& place, int group) const {
-    const long long head = head_of_sums(place);
-    const int row = place.row() + first_row(group) + lane() * 8;
-    return more_.sum_states + (head + row) / 8 * chunks_of(Config::kHead) + first_col(group) / kChunk;
-  }
-  // Called by whole warps: stores the lane's part of dQ where no CTA has stored its own before, else adds it. The
-  // caller commits. Returns whether the lane is to publish what it stored.
-  //
-  // States are read without acquiring, which would empty the L1 cache: reductions are done in the L2 cache, and where a
-  // state says so, what they add to is there.
-  __device__ __forceinline__ bool store_or_add(bool has, int state, const Place& place, int group, float* to,
-                                               int bytes) const {
-    const unsigned from = sum(group) + lane() * kEightRows;
-    if (has && state != kSumStored) state = atomicCAS(state_of(place, group), kSumMissing, kSumBeingStored);
-    const bool stores = has && state == kSumMissing, waits = has && state == kSumBeingStored;
-    if (stores) store_floats(to, from, bytes);
-    const bool some_wait = __any_sync(~0u, waits) != 0;
-    if (some_wait) {
-      // Two warps may wait for each other's lanes: these publish first.
-      commit_sums();
-      if (stores) publish(place, group);
-      __syncwarp();
-      while (waits && state != kSumStored)
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(state) : "l"(state_of(place, group)) : "memory");
-    }
-    if (has && !stores) add_floats(to, from, bytes);
-    return stores && !some_wait;
-  }
-  // Tells that the lane's sums are in memory, when they are.
-  __device__ __forceinline__ void publish(const Place& place, int group) const {
-    wait_sums_added();
-    asm volatile("fence.proxy.async;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(state_of(place, group)),
-                 "r"(static_cast<int>(kSumStored))
-                 : "memory");
-  }
-  /// Where the CTA sums up dQ of a tile, the warpgroup's part of it.
-  __device__ __forceinline__ float* sums_of(const Place& place, int group) const {
-    const long long head = static_cast<int>(blockIdx.x) * a_.group + place.h % a_.group;
-    return a_.query_sum + (head * a_.sum_rows + place.row() + first_row(group)) * a_.sum_cols + first_col(group) * 8;
-  }
-  // Brings the sums to which the warpgroup will add a tile's dQ and round it.
-  __device__ __forceinline__ void bring_sums(const Place& place, int group) const {
-    if (!place.has(kRounds) || place.has(kBeginsSums)) return;
-    const int rows = a_.queries - place.row() - first_row(group), bytes = piece_bytes(group);
-    const int pieces = min(max(rows + 7, 0) / 8, kPieces);
-    const unsigned full = Tiles::sums_full(group);
-    if (lane() == 0) Barrier::expect(full, pieces * bytes);
-    __syncwarp();
-    if (lane() < pieces)
-      copy_floats(sum(group) + lane() * kEightRows, sums_of(place, group) + lane() * 8 * a_.sum_cols, full, bytes);
+    sums.end();
   }
   // Stores the warpgroup's keys of dS of tile i by TMA, and releases it.
   __device__ __forceinline__ void store_grad_scores(int i, int group) const {
@@ -702,9 +595,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
   }
   // Stores dK or dV by TMA, then, unless it has a place of its own, waits for what the warpgroup hands over next.
-  template <int kCols, bool kThenSums>
-  __device__ __forceinline__ void store_gradient(const TensorMap& to, unsigned from, int group,
-                                                 const Place& place) const {
+  template <int kCols, bool kThenSums, class QuerySums>
+  __device__ __forceinline__ void store_gradient(const TensorMap& to, unsigned from, int group, const Place& place,
+                                                 const QuerySums& sums) const {
     if (const int chunk = lane(); chunk < chunks_of(kCols)) {
       store_box<Tiles::kUsedOnce>(to, from + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64,
                                   key_head(place), key_batch(place));
@@ -713,7 +606,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     if constexpr (Config::kOwnPlaces) return;
     __syncwarp();
-    if constexpr (Config::kWhole && kThenSums) bring_sums(place, group);
+    if constexpr (kThenSums) sums.load_sums(place);
     named_arrive(kSumEmpty + group, kWithWarp);
     named_sync(kSumFull + group, kWithWarp);
   }
