@@ -339,6 +339,7 @@ _CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
     "custom_vjp_call_jaxpr": _custom,
+    "call_hi_primitive": _custom,
     **dict.fromkeys(SCATTERS, scatter),
 }
 
