@@ -184,10 +184,15 @@ class Trace:
         low, high = self.bounds(term)
         if least <= low and high <= most:
             return term
-        if self.g.node(term)[0] in ("load", "to_int") and info.bits >= 32 and not from_wider:
-            # As in PyTorch's half: so far within that small numbers may be added without a thought of wrapping.
-            self.known[term] = (least + _SLACK * (least < 0), most - _SLACK)
-            return term
+        operation = self.g.node(term)[0]
+        if operation in ("load", "to_int") and term not in self.known and not from_wider:
+            if info.bits >= 32:
+                # As in PyTorch's half: so far within that small numbers may be added without a thought of wrapping.
+                self.known[term] = (least + _SLACK * (least < 0), most - _SLACK)
+                return term
+            if operation == "load":
+                self.known[term] = (least, most)
+                return term
         term = wrapped(self.g, term, info.bits, least < 0, True, self.known)
         self.known[term] = (least, most)
         return term
