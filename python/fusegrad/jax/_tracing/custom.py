@@ -18,9 +18,10 @@ from ..._tracing.ops import ELEMENTWISE as OF_TORCH
 from .elementwise import ELEMENTWISE
 from .errors import OneByOne, Refused, of_jax
 from .layout import linear
-from .values import MAX_UNROLLED, Index, Trace, Value, category
+from .trace import Trace
+from .values import MAX_UNROLLED, Index, Value, category
 
-__all__ = ["custom_call"]
+__all__ = ["Interpret", "custom_call"]
 
 Interpret = Callable[[Trace, Any, Any], list[Value]]
 
