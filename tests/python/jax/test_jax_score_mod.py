@@ -256,7 +256,11 @@ def floats(draw: Any, depth: int) -> str:
         i, j = draw(integers(1)), draw(integers(1))
         leaves = ["s", "f2", "f0[{0}]", "f0[{0} % 7]", "f1[{0}, {1}]", "f1[{0} % 5, 1]", "0.7", "s", "f1.T[{1}, {0}]"]
         leaves += ["f0.at[{0}].get(mode='fill', fill_value=0.3)", "(f0 * 2)[{0}]", "jnp.tanh(f1)[{0}, {1}]"]
-        leaves += ["({0}).astype(s.dtype)", "lax.dynamic_slice(f0, ({0},), (3,))[1]", "jnp.take(f0, {0}, mode='clip')"]
+        leaves += [
+            "jnp.asarray({0}).astype(s.dtype)",
+            "lax.dynamic_slice(f0, ({0},), (3,))[1]",
+            "jnp.take(f0, {0}, mode='clip')",
+        ]
         return draw(st.sampled_from(leaves)).format(i, j)
     x, y, i = draw(floats(depth - 1)), draw(floats(depth - 1)), draw(integers(1))
     v, w = draw(vectors(min(depth - 1, 1))), draw(vectors(min(depth - 1, 1)))
