@@ -13,21 +13,21 @@ using Sizes = std::vector<int64_t>;
 /// (address, (dtype, sizes)), dense.
 using Given = std::pair<int64_t, std::pair<std::string, Sizes>>;
 
+/// Views of what was given, which must outlive them.
 class Buffers {
  public:
-  explicit Buffers(const std::vector<Given>& given) : given_(given), strides_(given.size()) {
+  explicit Buffers(const std::vector<Given>& given) : strides_(given.size()) {
     for (size_t i = 0; i < given.size(); ++i) {
       const auto& [address, of] = given[i];
       strides_[i].assign(of.second.size(), 1);
       for (size_t d = of.second.size(); d-- > 1;) strides_[i][d - 1] = strides_[i][d] * of.second[d];
-      buffers_.push_back({reinterpret_cast<const void*>(address), dtype_named(of.first), of.second, strides_[i]});
+      const auto* data = reinterpret_cast<const void*>(address);  // NOLINT(performance-no-int-to-ptr)
+      buffers_.push_back({data, dtype_named(of.first), of.second, strides_[i]});
     }
   }
   operator std::span<const Buffer>() const { return buffers_; }
-  const std::vector<Given>& given() const { return given_; }
 
  private:
-  const std::vector<Given>& given_;
   std::vector<Sizes> strides_;
   std::vector<Buffer> buffers_;
 };

@@ -15,12 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fusegrad._C import score_mod as language
+
 from ._block_states import states_by_bounds
 from ._score_mod import Mod, trace_mask_mod
 
 __all__ = ["BlockMask", "block_mask_from_dense", "block_mask_from_torch", "create_block_mask", "varlen_mask"]
 
 _DEFAULT_BLOCK = 128
+_PAIRS = 1 << 22
+"""Of tracers about so many pairs are asked at a time."""
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -75,7 +79,7 @@ def create_block_mask(
 
     The mask_mod may capture arrays and tracers. The call may stand within ``jit``, ``vmap`` and the like, and what it
     makes may cross them. Where what it captures has values, bounds of the mask_mod over whole blocks decide most of
-    them, and pairs are asked where these do not; of tracers all pairs are asked, a row of blocks at a time.
+    them, and pairs are asked where these do not; of tracers all pairs are asked, some rows of blocks at a time.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, of scalars.
@@ -100,11 +104,17 @@ def create_block_mask(
 def _made(op: str, mask_mod: Callable[..., Any], sizes: tuple[int, ...], block: tuple[int, int]) -> BlockMask:
     mod = trace_mask_mod(mask_mod, sizes=_told(sizes), op=op)
     states = states_by_bounds(op, mod, sizes, block)
-    if states is None:
-        any_pair, all_pairs = _states(mask_mod, sizes, block)
-        return _listed(any_pair & ~all_pairs, all_pairs, mod, block, (sizes[2], sizes[3]))
-    states = np.broadcast_to(states, (*sizes[:2], *states.shape[2:]))
-    return _listed(states == 1, states == 2, mod, block, (sizes[2], sizes[3]))
+    if states is not None:
+        partial, full = states == 1, states == 2
+    else:
+        asked = [of for operation, _, of, _ in language.parse(mod.text).nodes() if operation == "input"]
+        asked_sizes = [n if name in asked else min(n, 1) for name, n in zip(("b", "h"), sizes, strict=False)]
+        any_pair, full = _states(mask_mod, (*asked_sizes, *sizes[2:]), block)
+        partial = any_pair & ~full
+    library: Any = jnp if states is None else np
+    shape = (*sizes[:2], *partial.shape[2:])  # 1 batch or head of what the mask_mod does not ask
+    partial, full = (library.broadcast_to(x, shape) for x in (partial, full))
+    return _listed(partial, full, mod, block, (sizes[2], sizes[3]))
 
 
 def _told(sizes: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -141,7 +151,8 @@ def _states(
     if 0 in sizes:
         nothing = jnp.zeros((batches, heads, rows, columns), bool)
         return nothing, nothing
-    found = lax.map(of_row, jnp.arange(batches * heads * rows, dtype=jnp.int32))
+    at_a_time = max(1, _PAIRS // (block[0] * kv.size))
+    found = lax.map(of_row, jnp.arange(batches * heads * rows, dtype=jnp.int32), batch_size=at_a_time)
     any_pair, all_pairs = (x.reshape(batches, heads, rows, columns) for x in found)
     return any_pair, all_pairs
 

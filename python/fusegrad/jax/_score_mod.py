@@ -12,7 +12,8 @@ from fusegrad._C.score_mod import MAX_LENGTH
 
 from ._tracing.errors import OneByOne, Refused, TraceError, located
 from ._tracing.interpret import interpret
-from ._tracing.values import Trace, Value, category
+from ._tracing.trace import Trace
+from ._tracing.values import Value, category
 
 __all__ = ["Mod", "TraceError", "trace_mask_mod", "trace_score_mod"]
 

@@ -59,6 +59,7 @@ def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: p
     mask_mod = mask_of(case)
     if traced:
         monkeypatch.setattr(bm, "states_by_bounds", lambda *_: None)
+        monkeypatch.setattr(bm, "_PAIRS", 400)  # two rows of the smaller blocks at a time
     check(bm.create_block_mask(mask_mod, *SIZES, BLOCK_SIZE=block), over_all_pairs(mask_mod, SIZES))
 
 

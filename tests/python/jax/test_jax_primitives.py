@@ -29,6 +29,8 @@ ELSEWHERE = {
 KEEP = jnp.asarray(np.random.default_rng(0).standard_normal((4, 5)))
 ROW = jnp.asarray(np.random.default_rng(1).standard_normal(5))
 
+SORTED = jnp.sort(ROW)
+
 Mod = Callable[..., Any]
 EXAMPLES: dict[str, Mod] = {}
 
@@ -108,6 +110,10 @@ example(
     "while", lambda s, b, h, q, kv: s * lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * kv), (0, q))[1]
 )
 example("custom_vjp_call", lambda s, b, h, q, kv: stepped(s, q))
+example(
+    "call_hi_primitive",
+    lambda s, b, h, q, kv: s * jnp.searchsorted(SORTED, s) + jnp.interp(s, SORTED, SORTED**2),
+)
 example("custom_vmap_call", lambda s, b, h, q, kv: own_vmap(s))
 example("dynamic_slice", lambda s, b, h, q, kv: s * lax.dynamic_slice(KEEP, (q, kv - 3), (2, 2)).sum() + KEEP[q, kv])
 example(

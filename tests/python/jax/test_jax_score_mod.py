@@ -162,6 +162,26 @@ def test_dtypes_of_captured_arrays(dtype: str) -> None:
     check_score_mod(lambda: mod, [], (1, 2, 6, 6))
 
 
+INTEGERS = sorted(words("int64 int32 int16 int8 uint8 uint16 uint32"))
+
+
+@pytest.mark.parametrize("to", INTEGERS)
+@pytest.mark.parametrize("of", INTEGERS)
+def test_casts_of_integers(of: str, to: str) -> None:
+    """Of captured ones and of computed ones, which wrap."""
+    info = np.iinfo(of)
+    values = np.array([info.min, info.min + 3, 0, 5, info.max - 3, info.max // 3], of)
+    if of == "int32":  # which are taken to be so far within their limits
+        values = np.array([-(1 << 31) + (1 << 21), -7, 0, 5, (1 << 31) - (1 << 21), 1 << 20], of)
+    array = jnp.asarray(values)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        cast, computed = array[kv].astype(to), ((q - 3) * 1000).astype(of).astype(to)
+        return s + cast.astype(s.dtype) * 1e-6 + computed.astype(s.dtype) + (cast >> 1).astype(s.dtype) * 1e-6
+
+    check_score_mod(lambda: mod, [], (1, 2, 6, 6))
+
+
 def test_unsigned_words() -> None:
     """Random numbers as hashes make them, of 32 bits that wrap."""
 
@@ -200,6 +220,8 @@ def integers(draw: Any, depth: int) -> str:
     forms = ["({0} + {1})", "({0} - {1})", "({0} * {1})", "jnp.minimum({0}, {1})", "jnp.maximum({0}, {1})", "abs({0})"]
     forms += ["({0} // 3)", "({0} % 5)", "({0} // ({1} | 1))", "({0} & {1})", "({0} ^ 3)", "(~{0})", "({0} << 2)"]
     forms += ["({0} >> 1)", "jnp.clip({0}, -4, 4)", "jnp.where({0} > {1}, {0}, 2)", "jnp.fmod({0}, 3)"]
+    forms += ["jnp.asarray({0}).astype(jnp.uint8)", "(jnp.asarray({0}).astype(jnp.uint32) >> 3)"]
+    forms += ["jnp.asarray({0} * 50).astype(jnp.int8)", "i0[{0} % 6].astype(jnp.uint32) % 9"]
     forms += ["i0[{0} % 6]", "i0[{0}]", "i1[{0} % 4, {1} % 3]", "i1[{0}, {1}]", "i0.at[{0}].get(mode='clip')"]
     return "jnp.int32(" + draw(st.sampled_from(forms)).format(x, y) + ")"
 
@@ -234,7 +256,11 @@ def floats(draw: Any, depth: int) -> str:
         i, j = draw(integers(1)), draw(integers(1))
         leaves = ["s", "f2", "f0[{0}]", "f0[{0} % 7]", "f1[{0}, {1}]", "f1[{0} % 5, 1]", "0.7", "s", "f1.T[{1}, {0}]"]
         leaves += ["f0.at[{0}].get(mode='fill', fill_value=0.3)", "(f0 * 2)[{0}]", "jnp.tanh(f1)[{0}, {1}]"]
-        leaves += ["({0}).astype(s.dtype)", "lax.dynamic_slice(f0, ({0},), (3,))[1]", "jnp.take(f0, {0}, mode='clip')"]
+        leaves += [
+            "jnp.asarray({0}).astype(s.dtype)",
+            "lax.dynamic_slice(f0, ({0},), (3,))[1]",
+            "jnp.take(f0, {0}, mode='clip')",
+        ]
         return draw(st.sampled_from(leaves)).format(i, j)
     x, y, i = draw(floats(depth - 1)), draw(floats(depth - 1)), draw(integers(1))
     v, w = draw(vectors(min(depth - 1, 1))), draw(vectors(min(depth - 1, 1)))

@@ -18,9 +18,10 @@ from ..._tracing.ops import ELEMENTWISE as OF_TORCH
 from .elementwise import ELEMENTWISE
 from .errors import OneByOne, Refused, of_jax
 from .layout import linear
-from .values import MAX_UNROLLED, Index, Trace, Value, category
+from .trace import Trace
+from .values import MAX_UNROLLED, Index, Value, category
 
-__all__ = ["custom_call"]
+__all__ = ["Interpret", "custom_call"]
 
 Interpret = Callable[[Trace, Any, Any], list[Value]]
 
@@ -38,8 +39,7 @@ _OF_JAX: dict[str, Callable[..., int]] = {"relu": _relu, "logaddexp": _logaddexp
 
 
 def custom_call(t: Trace, equation: Any, operands: list[Value], interpret: Interpret) -> list[Value]:
-    params = equation.params
-    inner = next(params[key] for key in ("call_jaxpr", "fun_jaxpr") if key in params)
+    inner = _called(equation, operands)
     jaxpr = getattr(inner, "jaxpr", inner)
     values = interpret(t, inner, operands)
     if t.in_backward:
@@ -66,6 +66,19 @@ def custom_call(t: Trace, equation: Any, operands: list[Value], interpret: Inter
     whole = not (elementwise and _is_elementwise(getattr(closed, "jaxpr", closed)))
     found = iter(made.whole() if whole else made.each())
     return [next(found) if category(x.dtype) == FLOAT else x for x in values]
+
+
+def _called(equation: Any, operands: list[Value]) -> Any:
+    """What is computed."""
+    params = equation.params
+    if "_prim" not in params:
+        return next(params[key] for key in ("call_jaxpr", "fun_jaxpr") if key in params)
+    prim = params["_prim"]  # a jax.experimental.hijax.HiPrim
+
+    def expanded(*arrays: Any) -> Any:
+        return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, arrays)))
+
+    return jax.make_jaxpr(expanded)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
 
 
 def _emitted(t: Trace, emit: Callable[..., int], operands: list[Value]) -> Callable[[Index], int]:

@@ -14,7 +14,8 @@ from fusegrad._C.score_mod import BOOL, FLOAT, INT
 from ..._tracing.names import words
 from ..._tracing.ops import ELEMENTWISE as OF_TORCH
 from .errors import Refused
-from .values import Trace, category
+from .trace import Trace
+from .values import category
 
 __all__ = ["ELEMENTWISE", "Scalars"]
 

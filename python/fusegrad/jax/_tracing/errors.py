@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["OneByOne", "Refused", "TraceError", "located", "of_jax"]
+__all__ = ["OneByOne", "Refused", "TraceError", "located", "of_jax", "refused"]
 
 
 class TraceError(ValueError):
@@ -24,6 +24,13 @@ class Refused(Exception):
     def __init__(self, what: str, instead: str) -> None:
         super().__init__(f"{what}; {instead}")
         self.equation: Any = None
+
+
+def refused(equation: Any, what: str, instead: str) -> Refused:
+    """The error of an equation, whose primitive `what`."""
+    error = Refused(f"the primitive {equation.primitive.name}, which {what}", instead)
+    error.equation = equation
+    return error
 
 
 class OneByOne(Exception):

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 
 from ..._tracing.names import words
-from .custom import custom_call
+from .custom import Interpret, custom_call
 from .elementwise import ELEMENTWISE, Scalars
-from .errors import Refused, of_jax
+from .errors import Refused, of_jax, refused
 from .layout import LAYOUT, VIEWS
+from .parts import PARTS
 from .reductions import REDUCTIONS
 from .scatter import SCATTERS, scatter
-from .values import MAX_UNROLLED, Index, Known, Rule, Trace, Value, category
+from .trace import Trace
+from .values import Index, Known, Rule, Value, category
 
 __all__ = ["SUPPORTED", "interpret"]
 
@@ -64,12 +66,6 @@ def _needed(jaxpr: Any) -> list[Any]:
     return found[::-1]
 
 
-def _refused(equation: Any, what: str, instead: str) -> Refused:
-    error = Refused(f"the primitive {equation.primitive.name}, which {what}", instead)
-    error.equation = equation
-    return error
-
-
 def _constant(t: Trace, value: Any, aval: Any, is_literal: bool) -> Known:
     # A jax.Array is captured, also where a jaxpr holds it as a literal: its value is no part of the text.
     is_literal = is_literal and not isinstance(value, jax.Array)
@@ -89,13 +85,13 @@ def _results(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
     if known:
         return _known(t, equation, operands)
     if name in _CALLS:
-        return _CALLS[name](t, equation, operands)
+        return _CALLS[name](t, equation, operands, interpret)
     avals = [var.aval for var in equation.outvars]
     for aval in avals:
         category(aval.dtype)
     rules = _rules(t, name, params, operands, avals)
     if rules is None:
-        raise _refused(equation, "score_mods do not have", "write it with what docs/score_mod.md lists")
+        raise refused(equation, "score_mods do not have", "write it with what docs/score_mod.md lists")
     return [Value(t, aval.shape, aval.dtype, rule, equation) for aval, rule in zip(avals, rules, strict=True)]
 
 
@@ -222,124 +218,14 @@ def _of_whole(t: Trace, name: str, inner: Any, operands: list[Value], equation: 
     return [Value(t, aval.shape, aval.dtype, rule, equation)]
 
 
-def _cond(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
-    """Both branches are computed, as under vmap."""
-    which, *args = operands
-    branches = [interpret(t, branch, args) for branch in equation.params["branches"]]
-    taken = t.g.value(which.at(()))
-    if taken is not None:
-        return branches[min(max(int(taken), 0), len(branches) - 1)]
-    return [_choice(t, which, cases, equation) for cases in zip(*branches, strict=True)]
-
-
-def _choice(t: Trace, which: Value, cases: Sequence[Value], equation: Any) -> Value:
-    def rule(index: Index) -> int:
-        place = t.g.cast(which.at(()), t.g.type(t.zero))
-        return t.chosen([case.at(index) for case in cases], t.clipped(place, 0, len(cases) - 1))
-
-    return Value(t, cases[0].shape, cases[0].dtype, rule, equation)
-
-
-def _scan(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
-    """Step by step."""
-    params = equation.params
-    length, reverse = params["length"], params["reverse"]
-    consts, carried = _scan_counts(params)
-    if length > MAX_UNROLLED:
-        raise _refused(equation, f"has {length} steps", f"use at most {MAX_UNROLLED}, or sums and products of matrices")
-    fixed, carry, xs = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
-    collected: dict[int, list[Value]] = {}
-    for step in reversed(range(length)) if reverse else range(length):
-        given = [_element(t, x, step, equation) for x in xs]
-        out = interpret(t, params["jaxpr"], [*fixed, *carry, *given])
-        carry, collected[step] = out[:carried], out[carried:]
-    stacked = []
-    for i, var in enumerate(equation.outvars[carried:]):
-        parts = [collected[step][i] for step in range(length)]
-
-        def rule(index: Index, parts: list[Value] = parts) -> int:
-            return t.chosen([part.at(index[1:]) for part in parts], index[0])
-
-        stacked.append(Value(t, var.aval.shape, var.aval.dtype, rule, equation))
-    return [*carry, *stacked]
-
-
-def _scan_counts(params: Any) -> tuple[int, int]:
-    """How many operands are the same in all steps, and how many are carried."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())  # since JAX 0.12
-    return consts, carried
-
-
-def _element(t: Trace, x: Value, step: int, equation: Any) -> Value:
-    place = t.g.constant(step)
-
-    def rule(index: Index) -> int:
-        return x.at((place, *index))
-
-    if isinstance(x, Known):
-        return Known(t, x.shape[1:], x.dtype, lambda: x.array[step], rule, x.is_literal)
-    return Value(t, x.shape[1:], x.dtype, rule, equation)
-
-
-def _unstack(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
-    (x,), d = operands, equation.params["axis"] % len(operands[0].shape)
-    results = []
-    for k, var in enumerate(equation.outvars):
-
-        def rule(index: Index, k: int = k) -> int:
-            return x.at((*index[:d], t.g.constant(k), *index[d:]))
-
-        results.append(Value(t, var.aval.shape, var.aval.dtype, rule, equation))
-    return results
-
-
-def _while(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
-    """Step by step, where the number of steps is known."""
-    params = equation.params
-    of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
-    test, body, carry = operands[:of_test], operands[of_test : of_test + of_body], operands[of_test + of_body :]
-    for _ in range(MAX_UNROLLED + 1):
-        (going,) = interpret(t, params["cond_jaxpr"], [*test, *carry])
-        more = t.g.value(going.at(()))
-        if more is None:
-            raise _refused(equation, "runs until a value says so", "use a number of steps: lax.fori_loop(0, 8, ...)")
-        if not more:
-            return list(carry)
-        carry = interpret(t, params["body_jaxpr"], [*body, *carry])
-    raise _refused(equation, f"has more than {MAX_UNROLLED} steps", "use fewer, or sums and products of matrices")
-
-
-def _split(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
-    (x,), d = operands, equation.params["axis"]
-    results, start = [], 0
-    for var, size in zip(equation.outvars, equation.params["sizes"], strict=True):
-
-        def rule(index: Index, start: int = start) -> int:
-            return x.at((*index[:d], t.plus(index[d], start), *index[d + 1 :]))
-
-        results.append(Value(t, var.aval.shape, var.aval.dtype, rule, equation))
-        start += size
-    return results
-
-
-def _custom(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
-    return custom_call(t, equation, operands, interpret)
-
-
-_CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-    "split": _split,
-    "unstack": _unstack,
-    "optimization_barrier": lambda t, equation, operands: operands,
-    "device_put": lambda t, equation, operands: operands,
-    "custom_jvp_call": _custom,
-    "custom_vjp_call": _custom,
-    "custom_vjp_call_jaxpr": _custom,
-    **dict.fromkeys(SCATTERS, scatter),
+_Call = Callable[[Trace, Any, list[Value], Interpret], list[Value]]
+_CALLS: dict[str, _Call] = {
+    "custom_jvp_call": custom_call,
+    "custom_vjp_call": custom_call,
+    "custom_vjp_call_jaxpr": custom_call,
+    "call_hi_primitive": custom_call,
+    **PARTS,
+    **dict.fromkeys(SCATTERS, lambda t, equation, operands, _: scatter(t, equation, operands)),
 }
 
 SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED})

@@ -12,7 +12,8 @@ import numpy as np
 from fusegrad._C.score_mod import FLOAT, INT
 
 from ..._tracing.names import words
-from .values import Index, Rule, Trace, Value, category
+from .trace import Trace
+from .values import Index, Rule, Value, category
 
 __all__ = ["LAYOUT", "VIEWS", "linear", "unlinear"]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT
 
-from .values import Index, Rule, Trace, Value
+from .trace import Trace
+from .values import Index, Rule, Value
 
 __all__ = ["REDUCTIONS"]
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from .errors import Refused
 from .layout import in_range, unlinear
-from .values import MAX_UNROLLED, Index, Trace, Value
+from .trace import Trace
+from .values import MAX_UNROLLED, Index, Value
 
 __all__ = ["SCATTERS", "scatter"]
 
