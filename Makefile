@@ -147,7 +147,7 @@ MANYLINUX := manylinux_2_28_x86_64
 # auditwheel would copy libraries of other packages: torch and CUDA bring theirs.
 OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcuda.so.*'
 
-build/torches/%/torch/version.py: $(VENV)/.made
+build/torches/%/torch/version.py: tools/fetch_torch.py $(VENV)/.made
 	echo "Fetching the headers of torch $*"
 	$(BIN)/python tools/fetch_torch.py $* build/torches/$*
 

@@ -17,7 +17,7 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "fusegrad"
 # From below, by prefixes of modules' names, the longest of which counts; "" is the package itself, with all below it.
 PYTHON_ROOMS = {
-    "ground": ("_arguments", "_eager", "_environment", "_load", "_sharding", "_transforms", "utils"),
+    "ground": ("_arguments", "_eager", "_environment", "_known", "_load", "_sharding", "_transforms", "utils"),
     "language": ("_mod_fold", "_tracing", "_score_mod_torch", "score_mod"),
     "functions": (
         *("_attention", "_bias", "_calls", "_chunks", "_flops", "_loss_chunks", "_options", "attention", "block_mask"),

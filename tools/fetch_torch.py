@@ -1,6 +1,6 @@
 """Fetches what a library is compiled and linked against: `python tools/fetch_torch.py 2.15.0 build/torches/2.15.0`.
 
-PyPI's wheel of that torch, of which the headers, two libraries, libgomp and version.py are kept. What torch requires,
+PyPI's wheel of that torch, of which the headers, three libraries, libgomp and version.py are kept. What torch requires,
 CUDA's libraries among it, is not fetched: nothing of it is linked.
 """
 
@@ -10,7 +10,8 @@ import sys
 import tempfile
 import zipfile
 
-KEPT = ("torch/include/", "torch/version.py", "torch/lib/libtorch_cpu.so", "torch/lib/libc10.so", "torch/lib/libgomp")
+LIBRARIES = ("libtorch_cpu.so", "libtorch_python.so", "libc10.so", "libgomp")
+KEPT = ("torch/include/", "torch/version.py", *(f"torch/lib/{name}" for name in LIBRARIES))
 
 
 def main(version: str, folder: pathlib.Path) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import pathlib
 import re
+from typing import Any
 
 import torch
 
@@ -34,6 +37,18 @@ library = _folder / "lib" / f"torch-{_minor}" / "libfusegrad.so"
 torch.ops.load_library(str(library))
 
 import fusegrad._C as _C  # noqa: E402  (it links the core, which the library has brought)
+
+
+def _module_of(library: pathlib.Path, name: str) -> Any:
+    """The Python module of this torch, which stands beside its library."""
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library.parent / "_direct.abi3.so"))
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=loader.path))
+    loader.exec_module(module)
+    return module
+
+
+direct: Any = _module_of(library, "fusegrad._direct")
+"""Calls of the ops, straight to the dispatcher."""
 
 from ._arguments import checked  # noqa: E402
 

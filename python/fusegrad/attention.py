@@ -5,7 +5,7 @@ Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,11 +15,12 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from . import _attention_transforms as transforms
 from . import _sharding
 from ._arguments import checked
+from ._known import known
 from ._sharding import ContextParallel, is_dtensor
-from ._tracing.cache import tracing_state
+from ._tracing.cache import trace, tracing_state
 from ._transforms import is_transformed
 from .nested import Packed
-from .score_mod import ScoreMod, check_kernel_size, split_scalars, trace_mask_mod, trace_score_mod
+from .score_mod import ScoreMod, check_kernel_size, split_scalars
 
 __all__ = ["flex_attention"]
 
@@ -31,6 +32,7 @@ _SLICED = getattr(torch.nn.attention.flex_attention, "_sliced_mask_mod_error", N
 
 _Mod = tuple[str, list[Tensor], list[float], list[int]]
 _Mask = tuple[_Mod, list[Tensor], list[int]]
+NO_MASK: _Mask = (("", [], [], []), [], [])
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -48,18 +50,21 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
     """What the op takes of a function or of a traced one."""
     if mod is None:
         return "", [], [], []
-    if not isinstance(mod, ScoreMod) and torch.compiler.is_compiling():
+    text: str
+    buffers: Sequence[Tensor]
+    scalars: Sequence[int | float | bool]
+    if isinstance(mod, ScoreMod):  # goes straight through, also where torch.compile traces this
+        if mod.kind != kind:
+            raise TypeError(f"trace_{kind}: the ScoreMod must be a {kind}, but got a {mod.kind}")
+        text, buffers, scalars = mod.text, mod.buffers, mod.scalars
+    elif torch.compiler.is_compiling():
         from ._tracing.compiled import trace_within
 
         text, buffers, scalars = trace_within(mod, kind, device)
     else:
-        # A ScoreMod goes straight through, also where torch.compile traces this.
-        if not isinstance(mod, ScoreMod) or mod.kind != kind:
-            trace = trace_score_mod if kind == "score_mod" else trace_mask_mod
-            mod = trace(mod, device=device)
-        text, buffers, scalars = mod.text, list(mod.buffers), list(mod.scalars)
+        text, buffers, scalars = trace(mod, kind, device)
     # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
-    return text.replace("\n", ";"), buffers, *split_scalars(scalars)
+    return text.replace("\n", ";"), list(buffers), *split_scalars(scalars)
 
 
 def _lengths(query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -69,11 +74,11 @@ def _lengths(query: Tensor, key: Tensor) -> tuple[int, int]:
     return query.size(2), key.size(2)
 
 
-def _mask_arguments(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> tuple[_Mod, list[Tensor], list[int]]:
+def _mask_arguments(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> _Mask:
     """What the op takes of a block mask: its mask_mod, the lists by query block, the block size. PyTorch's lists by
     key block (q_num_blocks, ...) are not read."""
     if block_mask is None:
-        return _arguments(None, "mask_mod", query.device), [], []
+        return NO_MASK
     if block_mask.mask_mod is _SLICED:
         raise ValueError(
             "flex_attention: block_mask must have a mask_mod, but got a slice of another block mask, which has none: "
@@ -101,6 +106,30 @@ def _mask_arguments(block_mask: BlockMask | None, query: Tensor, key: Tensor) ->
     kv_blocks = lists(m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices)
     mask_mod = None if m.mask_mod is noop_mask else m.mask_mod
     return _arguments(mask_mod, "mask_mod", query.device), kv_blocks, list(size)
+
+
+def _check_kernel(score: _Mod, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """On a GPU: TraceError where the kernels of the score_mod would be too large."""
+    if score[0] and query.is_cuda:
+        wants = tuple([b.requires_grad for b in score[1]])
+        training = torch.is_grad_enabled() and (any(wants) or any(t.requires_grad for t in (query, key, value)))
+        check_kernel_size(score[0], wants if training else None)
+
+
+def _mods(
+    score_mod: Callable[..., Any] | ScoreMod | None,
+    block_mask: BlockMask | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Any, ...] | None:
+    """What the op takes of a plain call's functions, see known()."""
+    if block_mask is not None and type(block_mask) is not BlockMask:
+        return None
+    score = _arguments(score_mod, "score_mod", query.device)
+    mask_mod, kv_blocks, block_size = _mask_arguments(block_mask, query, key)
+    _check_kernel(score, query, key, value)
+    return (*score, *mask_mod, kv_blocks, block_size)
 
 
 @overload
@@ -188,6 +217,7 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@known(_mods)
 @checked
 def flex_attention(
     query: Tensor,
@@ -287,9 +317,6 @@ def flex_attention(
     return returned(out, lse, max_scores, return_lse, return_aux)
 
 
-NO_MASK: _Mask = (("", [], [], []), [], [])
-
-
 def attend_traced(
     query: Tensor,
     key: Tensor,
@@ -308,10 +335,8 @@ def attend_traced(
     and the maxima if asked for."""
     mask_mod, kv_blocks, block_size = mask
     compiling = torch.compiler.is_compiling()
-    if score[0] and query.is_cuda and not compiling:
-        wants = tuple(b.requires_grad for b in score[1])
-        training = torch.is_grad_enabled() and (any(wants) or any(t.requires_grad for t in (query, key, value)))
-        check_kernel_size(score[0], wants if training else None)
+    if not compiling:
+        _check_kernel(score, query, key, value)
     if is_dtensor(*score[1], *mask_mod[1]):
         raise TypeError(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _calls, _options
 from ._arguments import checked
+from ._known import known
 from ._options import JSDReduction, Tail
 from ._sharding import VocabParallel
 
@@ -76,6 +77,7 @@ def jsd(
 ) -> Tensor | tuple[Tensor, JSDAuxOutput]: ...
 
 
+@known()
 @checked
 def jsd(
     student: Tensor,
@@ -267,6 +269,7 @@ def linear_jsd(
 ) -> Tensor | tuple[Tensor, JSDAuxOutput]: ...
 
 
+@known()
 @checked
 def linear_jsd(
     student_input: Tensor,

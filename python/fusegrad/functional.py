@@ -11,6 +11,7 @@ from torch.nn._reduction import legacy_get_string
 
 from . import _calls, _options
 from ._arguments import checked
+from ._known import known
 from ._options import Reduction
 from ._sharding import VocabParallel
 
@@ -127,6 +128,7 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
+@known()
 @checked
 def cross_entropy(
     input: Tensor,
@@ -247,6 +249,7 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
+@known()
 @checked
 def linear_cross_entropy(
     input: Tensor,

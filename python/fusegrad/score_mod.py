@@ -175,6 +175,8 @@ def check_kernel_size(text: str, wants_grad: tuple[bool, ...] | None) -> None:
 
 def split_scalars(scalars: Sequence[int | float | bool]) -> tuple[list[float], list[int]]:
     """The scalars as the ops take them: the floats, and the integers and bools (0 or 1), each in the text's order."""
+    if not scalars:
+        return [], []
     return [s for s in scalars if isinstance(s, float)], [int(s) for s in scalars if not isinstance(s, float)]
 
 

@@ -100,6 +100,9 @@ struct CrossEntropyInplace : NamedFunction<CrossEntropyInplace, "cross_entropy">
 }  // namespace
 
 RowOutputs cross_entropy(const CrossEntropyForward& call, bool inplace) {
+  if (!is_recorded(call.logits, call.target)) {
+    return unrecorded([&] { return dispatch::cross_entropy_forward(call, inplace); });
+  }
   return from_visible(inplace ? CrossEntropyInplace::apply(call.logits, call)
                               : CrossEntropy::apply(call.logits, call.target, call));
 }

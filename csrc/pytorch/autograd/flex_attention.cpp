@@ -220,12 +220,10 @@ TORCH_LIBRARY_IMPL(fusegrad, Batched, m) {
 FlexOutputs flex_attention(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores,
                            int64_t aux, bool deterministic, bool inplace) {
   // Inside Function::forward nothing requires grad any more.
-  const auto requires_grad = [](const Tensor& t) { return t.requires_grad(); };
-  const auto& buffers = scores.score_mod.buffers;
-  const bool recorded =
-      at::GradMode::is_enabled() && (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
-                                     std::any_of(buffers.begin(), buffers.end(), requires_grad));
-  if (recorded) aux |= kFlexLow | kFlexBackward | (deterministic ? kFlexOrdered : 0);
+  if (!is_recorded(query, key, value, at::TensorList(scores.score_mod.buffers))) {
+    return unrecorded([&] { return dispatch::flex_attention_forward(query, key, value, scores, aux); });
+  }
+  aux |= kFlexLow | kFlexBackward | (deterministic ? kFlexOrdered : 0);
   const auto out = FlexAttention::apply(query, key, value, at::TensorList(scores.score_mod.buffers), scores, aux,
                                         deterministic, inplace);
   return {out[0], out[1], out.size() > 2 ? out[2] : Tensor(), {}, {}, {}};

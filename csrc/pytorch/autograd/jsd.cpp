@@ -87,8 +87,10 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
 
 JsdOutputs jsd(JsdForward call, bool inplace) {
   // Inside Function::forward nothing requires grad any more.
-  const bool enabled = at::GradMode::is_enabled();
-  call.needs_grad = {enabled && call.student.requires_grad(), enabled && call.teacher.requires_grad()};
+  call.needs_grad = {is_recorded(call.student), is_recorded(call.teacher)};
+  if (!call.needs_grad[0] && !call.needs_grad[1]) {
+    return unrecorded([&] { return dispatch::jsd_forward(call, inplace).first; });
+  }
   return from_visible_jsd(Jsd::apply(call.student, call.teacher, call, inplace));
 }
 

@@ -159,6 +159,10 @@ RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, b
                                 const OptionalTensor& grad_weight_into) {
   const auto &input = call.input, &weight = call.linear_weight;
   const auto wanted = wanted_gradients(input, weight, call.linear_bias);
+  if (!any_of(wanted) && !is_recorded(call.row_scale)) {
+    call.keep_logits = false;
+    return unrecorded([&] { return dispatch::linear_cross_entropy_forward(call, inplace).rows; });
+  }
   if (deferred) {
     call.keep_logits &= any_of(wanted);
     return from_visible(

@@ -85,8 +85,10 @@ struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
 JsdOutputs linear_jsd(LinearJsdForward call, bool recompute, bool inplace) {
   const auto &input = call.student_input, &weight = call.heads.student_weight;
   const auto& bias = call.heads.student_bias;
+  const auto wanted = wanted_gradients(input, weight, bias);
+  if (!any_of(wanted)) return unrecorded([&] { return dispatch::linear_jsd_forward(call, inplace).first; });
   if (recompute) return from_visible_jsd(LinearJsdRecompute::apply(input, weight, bias, call));
-  call.needs_grad = wanted_gradients(input, weight, bias);
+  call.needs_grad = wanted;
   return from_visible_jsd(LinearJsd::apply(input, weight, bias, call, inplace));
 }
 

@@ -129,6 +129,10 @@ Object to_python(T value) {
 
 template <>
 struct Convert<Object> {
+  static Object from(PyObject* given) {
+    Py_INCREF(given);
+    return Object(given);
+  }
   static Object to(Object value) { return value; }
 };
 template <>

@@ -65,10 +65,11 @@ class _Step:
 
 def _ambient() -> tuple:
     """The global state that a function may depend on without naming it."""
-    modes = tuple(
-        mode.device if isinstance(mode, DeviceContext) else mode for mode in _get_current_function_mode_stack()
-    )
-    return torch.get_default_dtype(), modes, any(map(len, _MODULE_HOOKS))
+    modes: tuple = ()
+    if torch._C._len_torch_function_stack() > 0:
+        stack = _get_current_function_mode_stack()
+        modes = tuple(mode.device if isinstance(mode, DeviceContext) else mode for mode in stack)
+    return torch.get_default_dtype(), modes, any(_MODULE_HOOKS)
 
 
 _MODULE_HOOKS = [
@@ -131,7 +132,7 @@ class Entry:
             tensors, numbers = found
             if recorder is not None:
                 self._check_sizes(tensors, recorder)
-            scalars = tuple([self._scalar(*x, numbers) for x in self._scalars])
+            scalars = tuple([self._scalar(*x, numbers) for x in self._scalars]) if self._scalars else ()
             made = self._run_steps(tensors, numbers, recorder) if self._steps else []
         except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             if recorder is not None and (type(error) is RuntimeError or isinstance(error, TraceError)):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._load import direct
 from .._transforms import differentiated
 from .code import Untrusted, facts_of
 from .copying import Copy
@@ -151,10 +152,14 @@ class Captures:
 
     def _constant(self, value: Any) -> str:
         self._constants.append(value)
-        return f"c[{len(self._constants) - 1}]"
+        return f"c{len(self._constants) - 1}"
 
     def _need(self, condition: str) -> None:
         self._lines.append(f"if not ({condition}): return None")
+
+    def _need_keys(self, expression: str, keys: list[str]) -> None:
+        """Of a dict, or of None for none."""
+        self._need(f"list({expression} or ()) == {self._constant(keys)}" if keys else f"not {expression}")
 
     def _variable(self, expression: str) -> str:
         self._count += 1
@@ -175,10 +180,11 @@ class Captures:
         tensors = ", ".join(self._tensor_variables())
         lines.append(f"return [{tensors}], [{', '.join(self._number_variables)}]")
         source = "def guard(root):\n    " + "\n    ".join(lines) + "\n"
-        scope = {"c": self._constants, "lookup": _lookup, "missing": _MISSING, "differentiated": differentiated}
-        # The source consists of what is written in this file: names and values of the user's are in `c`.
+        scope = {"lookup": _lookup, "missing": _MISSING, "differentiated": differentiated, "same": direct.same_tensor}
+        # The source consists of what is written in this file: names and values of the user's are constants.
+        scope |= {f"c{i}": value for i, value in enumerate(self._constants)}
         exec(source, scope)
-        return scope.pop("guard")  # type: ignore[return-value]  # whose globals must not hold it: a cycle
+        return scope.pop("guard")  # whose globals must not hold it: a cycle
 
     def _tensor_variables(self) -> list[str]:
         return [self._seen[id(t)][1] for t in self.tensors]
@@ -271,11 +277,14 @@ class Captures:
             raise Untrusted("it reaches a value of a trace")
         if value.layout != torch.strided:
             raise Untrusted(f"a captured tensor of layout {value.layout}")
-        self._need(f"type({name}) is {c(type(value))} and {name}.dtype is {c(value.dtype)}")
-        self._need(f"{name}.shape == {c(value.shape)} and {name}.stride() == {c(value.stride())}")
-        self._need(f"{name}.requires_grad is {value.requires_grad} and {name}.device == {c(value.device)}")
-        if value.is_floating_point():
-            self._need(f"differentiated({name}) is {differentiated(value)}")
+        # One call where the tensor is a plain one, as nearly all are; it asks for no less than what stands behind it.
+        facts = direct.tensor_facts(value)
+        self._need(
+            f"same({name}, {c(facts)}) or type({name}) is {c(type(value))} and {name}.dtype is {c(value.dtype)} "
+            f"and {name}.shape == {c(value.shape)} and {name}.stride() == {c(value.stride())} "
+            f"and {name}.requires_grad is {value.requires_grad} and {name}.device == {c(value.device)} "
+            f"and differentiated({name}) is {differentiated(value)}"
+        )
         self._places[id(value)] = len(self.tensors)
         self.tensors.append(value)
 
@@ -286,7 +295,7 @@ class Captures:
             return
         self._need(f"type({name}) is {self._constant(types.FunctionType)}")
         self._need(f"{name}.__code__ is {self._constant(value.__code__)}")
-        self._need(f"list({name}.__dict__) == {self._constant(list(value.__dict__))}")
+        self._need_keys(f"{name}.__dict__", list(value.__dict__))
         self._functions.append(value)
         facts = facts_of(value.__code__)
         if facts.tests_types and not ours:
@@ -305,11 +314,11 @@ class Captures:
             expression, via = f"{name}.__closure__[{i}].cell_contents", value.__code__.co_freevars[i]
             self._child(value, "cell", i, content, expression, liftable, via)
         defaults = value.__defaults__ or ()
-        self._need(f"len({name}.__defaults__ or ()) == {len(defaults)}")
+        self._need(f"len({name}.__defaults__ or ()) == {len(defaults)}" if defaults else f"not {name}.__defaults__")
         for i, default in enumerate(defaults):
             self._child(value, "default", i, default, f"{name}.__defaults__[{i}]", liftable)
         keywords = value.__kwdefaults__ or {}
-        self._need(f"list({name}.__kwdefaults__ or ()) == {self._constant(list(keywords))}")
+        self._need_keys(f"{name}.__kwdefaults__", list(keywords))
         for key, default in keywords.items():
             expression = f"{name}.__kwdefaults__[{self._constant(key)}]"
             self._child(value, "kwdefault", key, default, expression, liftable)
