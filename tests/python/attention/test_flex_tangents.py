@@ -69,10 +69,11 @@ def test_score_mods_from_the_field(case: score_mods.Case, monkeypatch: pytest.Mo
                     leaf.copy_(fwAD.make_dual(leaf.detach().clone(), known[0]))
             return leaf
 
-        monkeypatch.setattr(score_mods.Draw, "floats", floats)
         torch.set_default_dtype(torch.float64)
         try:
-            score_mod, _, ours = case.make(*sizes, torch.float64, torch.Generator().manual_seed(0))
+            with monkeypatch.context() as patched:
+                patched.setattr(score_mods.Draw, "floats", floats)
+                score_mod, _, ours = case.make(*sizes, torch.float64, torch.Generator().manual_seed(0))
         finally:
             torch.set_default_dtype(torch.float32)
         with torch.no_grad():

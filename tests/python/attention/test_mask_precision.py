@@ -62,7 +62,7 @@ def twice(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [out, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), inputs)]
 
 
-@each_of({"dtype": [torch.float64, torch.float32, torch.bfloat16], "name": masks()})
+@each_of({"dtype": [torch.float64, torch.float32, torch.bfloat16], "name": [*masks()]})
 def test_one_dtype_decides(name: str, dtype: torch.dtype) -> None:
     device = torch.get_default_device()
     if device.type == "cuda" and dtype == torch.float64:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from coverings import pairs_of, rows_of
 
 jax = pytest.importorskip("jax")
 
@@ -105,7 +106,7 @@ def test_one_batch_stands_for_any() -> None:
     np.testing.assert_array_equal(got.numpy(), expected)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 0, 5), (0, 2, 4, 5), (1, 1, 4, 0)], ids=str)
+@rows_of("sizes", [(1, 2, 0, 5), (0, 2, 4, 5), (1, 1, 4, 0)])
 def test_without_pairs(sizes: tuple[int, int, int, int]) -> None:
     mask = bm.create_block_mask(lambda b, h, q, kv: q >= kv, *sizes, BLOCK_SIZE=4)
     rows, columns = -(-sizes[2] // 4), -(-sizes[3] // 4)
@@ -152,9 +153,7 @@ def test_of_a_dense_mask() -> None:
     check(bm.block_mask_from_dense(dense, (4, 7)), dense)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, (2, 1), (-1, 3), (0, -1)], ids=str)
-@pytest.mark.parametrize("traced", [False, True])
+@pairs_of({"causal": [False, True], "window": [None, (2, 1), (-1, 3), (0, -1)], "traced": [False, True]})
 def test_packed_sequences(causal: bool, window: tuple[int, int] | None, traced: bool) -> None:
     ends_q, ends_k = np.array([0, 5, 5, 12, 20]), np.array([0, 7, 9, 9, 24])
     lengths = (23, 26)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from coverings import rows_of
 
 # Before JAX makes its devices: four of the CPU, programs that compile fast, no more memory of a GPU than is asked for.
 os.environ["XLA_FLAGS"] = (
@@ -237,12 +238,12 @@ def usable(device: str, dtype: str) -> None:
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@everywhere
+@rows_of(
     "which, dtype",
     [(f, d) for f in MODS for d in ("float64", "float32", "bfloat16")] + [(nonlinear, "float16")],
-    ids=lambda x: getattr(x, "__name__", x),
+    tests=4,
 )
-@everywhere
 def test_mods(device: str, which: Any, dtype: str) -> None:
     usable(device, dtype)
     n, make = Sizes(), Maker(device, dtype)
@@ -274,7 +275,7 @@ def of_case(case: Case, dtype: str, device: str) -> tuple[Any, Any, list[Any], A
 @pytest.mark.parametrize(
     "device, dtype", [(d, t) for d in DEVICES for t in (["float64"] if d == "cpu" else ["float32", "bfloat16"])]
 )
-@pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
+@rows_of("one", [*CASES], tests=8)
 def test_the_field(device: str, one: Case, dtype: str) -> None:
     if one.name == "t5" and dtype == "float64":
         dtype = "float32"  # its buckets end where a logarithm of float32 is whole, which one of float64 just is not
@@ -282,7 +283,7 @@ def test_the_field(device: str, one: Case, dtype: str) -> None:
     compare(ours, formula, inputs, upstream_of(make, FIELD), one.name)
 
 
-@pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
+@rows_of("one", [*CASES], tests=8)
 def test_the_field_under_vmap(one: Case) -> None:
     """One call over queries, and all captured arrays, of two elements as two calls."""
     ours, _, inputs, make = of_case(one, "float64", "cpu")
@@ -306,8 +307,8 @@ def test_the_field_under_vmap(one: Case) -> None:
         close("cpu", jax.tree.map(lambda x, e=e: x[e], found), right)
 
 
-@pytest.mark.parametrize("one", OWN_DERIVATIVES, ids=lambda c: c.name)
 @everywhere
+@rows_of("one", [*OWN_DERIVATIVES])
 def test_own_derivatives(device: str, one: Case) -> None:
     dtype = tolerance(device)[0]
     ours, formula, inputs, make = of_case(one, dtype, device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from coverings import rows_of
 
 jax = pytest.importorskip("jax")
 
@@ -134,7 +135,7 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@rows_of("name", [*FUNCTIONS])
 def test_functions(name: str) -> None:
     function = FUNCTIONS[name]
 

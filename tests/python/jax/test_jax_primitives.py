@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from coverings import rows_of
 
 jax = pytest.importorskip("jax")
 
@@ -191,8 +192,8 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("told", [True, False], ids=["sizes", "no sizes"])
+@rows_of("name", sorted(EXAMPLES), tests=4)
 def test_supported(name: str, told: bool) -> None:
     mod = EXAMPLES[name]
     arguments = [jax.ShapeDtypeStruct((), jnp.float64), *[jax.ShapeDtypeStruct((), jnp.int32)] * 4]
@@ -221,7 +222,7 @@ BORDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BORDERS)
+@rows_of("name", [*BORDERS])
 def test_values_at_borders(name: str) -> None:
     """Zeros of both signs, bounds, ties, halves, and far values: JAX's value and JAX's gradient."""
     score = jnp.asarray(
@@ -266,7 +267,7 @@ def scaled(x: Any) -> Any:
 scaled.defvjp(lambda x: (scaled(x), None), lambda _, d: (d * d.sum(),))
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@rows_of("name", [*REFUSED])
 def test_refused(name: str) -> None:
     mod, message = REFUSED[name]
     with jax.enable_x64(False):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from coverings import rows_of
 
 jax = pytest.importorskip("jax")
 
@@ -29,8 +30,8 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", [*CASES, *OWN_DERIVATIVES], ids=lambda case: case.name)
 @sizes_given
+@rows_of("case", [*CASES, *OWN_DERIVATIVES], tests=8)
 def test_mods_of_the_field(case: Case, sizes: tuple[int, int, int, int]) -> None:
     params, mods = case.make(*sizes, jnp.float64)
     score_mod, mask_mod = mods(*params)
@@ -40,7 +41,7 @@ def test_mods_of_the_field(case: Case, sizes: tuple[int, int, int, int]) -> None
         check_score_mod(lambda *params: mods(*params)[0], params, sizes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@rows_of("case", [*CASES], tests=4)
 def test_without_sizes(case: Case) -> None:
     """Where the indices may be anything, reads are clamped as JAX clamps them."""
     params, mods = case.make(*SIZES[1], jnp.float64)
@@ -56,7 +57,7 @@ PLAIN = words(
 )
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name.replace(" ", "_") in PLAIN], ids=lambda case: case.name)
+@rows_of("case", [c for c in CASES if c.name.replace(" ", "_") in PLAIN])
 def test_reads_in_range_are_plain(case: Case) -> None:
     """What the sizes say is in range is neither clamped nor normalized: planners know something of such indices."""
     params, mods = case.make(2, 3, 8, 8, jnp.float32)
@@ -149,9 +150,7 @@ def test_one_array_is_one_buffer() -> None:
     assert len(found.buffers) == 1 and found.buffers[0] is weight
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", "float16", "bfloat16", "int64", "int8", "uint8", "int16", "uint16", "uint32", "bool"]
-)
+@rows_of("dtype", ["float64", "float16", "bfloat16", "int64", "int8", "uint8", "int16", "uint16", "uint32", "bool"])
 def test_dtypes_of_captured_arrays(dtype: str) -> None:
     values = np.random.default_rng(0).integers(0 if dtype[0] == "u" else -100, 100, 6)
     array = jnp.asarray(values, dtype)
@@ -165,8 +164,8 @@ def test_dtypes_of_captured_arrays(dtype: str) -> None:
 INTEGERS = sorted(words("int64 int32 int16 int8 uint8 uint16 uint32"))
 
 
-@pytest.mark.parametrize("to", INTEGERS)
 @pytest.mark.parametrize("of", INTEGERS)
+@rows_of("to", [*INTEGERS])
 def test_casts_of_integers(of: str, to: str) -> None:
     """Of captured ones and of computed ones, which wrap."""
     info = np.iinfo(of)

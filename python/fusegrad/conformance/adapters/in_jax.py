@@ -123,7 +123,12 @@ class FusegradJAX(_InJAX):
     ) -> Any:
         import fusegrad.jax as fj
 
-        options = {"beta": beta, "temperature": temperature, "log_probs": log_probs, "hard_weight": hard_weight}
+        options: dict[str, Any] = {
+            "beta": beta,
+            "temperature": temperature,
+            "log_probs": log_probs,
+            "hard_weight": hard_weight,
+        }
         average = "batchmean" if reduction == "mean" else reduction
 
         def function(s: Any, t: Any, *labels: Any) -> Any:
