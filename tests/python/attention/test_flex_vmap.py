@@ -186,7 +186,7 @@ def _second_derivatives() -> dict[str, Callable]:
     }
 
 
-@pairs_of({"name": _second_derivatives(), "nested": [False, True], "of": ["query", "key"]})
+@pairs_of({"name": [*_second_derivatives()], "nested": [False, True], "of": ["query", "key"]})
 def test_second_derivatives_drop_the_pairs_of_the_first(each_device: str, name: str, nested: bool, of: str) -> None:
     q, k, v = given(2, 2, 2, 2, 20, 30)[:3]
     x = q if of == "query" else k

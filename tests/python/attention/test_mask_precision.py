@@ -157,7 +157,7 @@ def score_mods() -> dict[str, tuple[Callable, bool]]:
     }
 
 
-@rows_of("name", score_mods())
+@rows_of("name", [*score_mods()])
 def test_captured_float64_is_exact_or_refused(name: str) -> None:
     """The truth is the function itself, in float64."""
     device = torch.get_default_device()

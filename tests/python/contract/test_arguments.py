@@ -77,7 +77,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
 # What takes none, makes no checks of its own, or has its own test; those of the last two are in
 # vocab_parallel_worker.py and context_parallel_worker.py.
-OTHERS = {"__version__", "utils", "build_info", "check_targets_enabled", "AuxOutput", "JSDAuxOutput", "LogProb"}
+OTHERS = {"__version__", "utils", "mods", "build_info", "check_targets_enabled", "AuxOutput", "JSDAuxOutput", "LogProb"}
 OTHERS |= {"TraceError", "VocabParallel", "ContextParallel"}
 
 

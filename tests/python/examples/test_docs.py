@@ -288,7 +288,7 @@ def _documented() -> Iterator[tuple[str, object, set[str]]]:
             )
 
 
-@rows_of("name, value, parts", [pytest.param(*case, id=case[0]) for case in _documented()])
+@rows_of("name, value, parts", [*_documented()])
 def test_docstrings_say_what_is_returned_and_raised(name: str, value: object, parts: set[str]) -> None:
     text = inspect.getdoc(value) or ""
     # A dataclass has Attributes, which are its arguments.

@@ -89,6 +89,7 @@ def rows_of(
     texts = list(map(str, values)) if isinstance(values, Mapping) else [_text(row) for row in rows]
     asked = [name.strip() for name in names.split(",")]
     assert tests <= len(rows), f"{tests} tests of {len(rows)} rows"
+    assert not any(isinstance(row, type(pytest.param())) for row in rows), "rows are values, not pytest.param"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
