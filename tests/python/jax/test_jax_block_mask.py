@@ -65,7 +65,7 @@ def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: p
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from(["int32", "int8", "uint8", "float32", "bfloat16", "bool"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
     """Of random captured tables, read at indices with ranges."""
     generator = np.random.default_rng(seed)
