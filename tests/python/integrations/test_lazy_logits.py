@@ -383,11 +383,24 @@ def test_copies_of_outputs_by_a_function_need_no_logits() -> None:
     assert isinstance(logits, LazyLogitsTensor)
 
 
-def timing(grad: Tensor) -> None:
-    pass
+TIMED: list[Tensor | None] = []
+
+
+def timing(grad: Tensor | None) -> None:
+    TIMED.append(grad)
 
 
 timing.__module__ = "torch.distributed.fsdp._fully_shard"
+
+
+def test_hooks_of_the_time_run_without_logits() -> None:
+    """FSDP's, once a backward, though the loss is computed without the logits."""
+    logits = lazy_linear(*leaves())
+    logits.register_hook(timing)
+    loss = F.cross_entropy(logits.view(10, V), TARGET)
+    TIMED.clear()
+    loss.backward()
+    assert TIMED == [None] and isinstance(logits, LazyLogitsTensor) and logits._lazy.value is None
 
 
 @rows_of("name", ["plain", "timing", *IN_THE_WAY])

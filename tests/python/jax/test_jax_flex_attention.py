@@ -559,6 +559,21 @@ def test_vmap(device: str, axes: tuple[Any, ...]) -> None:
     close(device, forward(ours), forward(formula))
 
 
+@everywhere
+def test_vmap_of_keys_that_all_of_a_batch_share(device: str) -> None:
+    """Whose gradients are sums over the batch in each element."""
+    dtype = tolerance(device)[0]
+    n, make = Sizes(key_batch=1), Maker(device, dtype)
+    inputs = tensors(make, n)
+    full = [jnp.stack([x, 0.5 * x]) for x in inputs]
+    weights = make(n.B, n.H, n.M, n.E)
+
+    def gradient(f: Callable[..., Any]) -> Any:
+        return jax.vmap(jax.grad(lambda q, k, v: (f(q, k, v)[0] * weights).sum(), (0, 1, 2)))(*full)
+
+    close(device, gradient(attend), gradient(plain))
+
+
 def test_vmap_is_one_call() -> None:
     ours, _, inputs, _ = case()
     full = [jnp.stack([x, x]) for x in inputs]
