@@ -28,6 +28,7 @@ from harness.memory import cuda_peak_mib
 from harness.report import print_table
 from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
 from harness.timing import Repeated, Timed, alternate, wall_us
+from torch import Tensor
 
 OP = "folding"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -92,6 +93,16 @@ def timed(works: dict[str, Callable[[], object]], result: Result, options: Optio
     result["rounds"] |= {name: one.rounds for name, one in times.items() if one.ms is not None}
 
 
+def both_ways(
+    name: str, call: Callable[[], Tensor], leaves: Sequence[Tensor], upstream: Tensor
+) -> dict[str, Callable[[], object]]:
+    def forward() -> None:
+        with torch.no_grad():
+            call()
+
+    return {f"{name} forward": forward, f"{name} both": lambda: torch.autograd.grad(call(), leaves, upstream)}
+
+
 def triangle(row: Row, options: Options) -> Result:
     *sequences, H, D = row.sizes
     given = folding.problem(row.N, H, D, row.dtype, *sequences)
@@ -114,17 +125,9 @@ def triangle(row: Row, options: Options) -> Result:
             continue
         result["errors"][name] = outcome.value
 
-        def forward(attention: folding.Triangle = attention) -> None:
-            with torch.no_grad():
-                attention(*given.leaves)
-
-        def both(attention: folding.Triangle = attention) -> None:
-            torch.autograd.grad(attention(*given.leaves), given.leaves, given.upstream)
-
-        works[f"{name} forward"] = forward
-        works[f"{name} both"] = both
+        works |= both_ways(name, functools.partial(attention, *given.leaves), given.leaves, given.upstream)
         if options.device == "cuda":
-            result["peak_mib"][name] = cuda_peak_mib(both)
+            result["peak_mib"][name] = cuda_peak_mib(works[f"{name} both"])
     timed(works, result, options)
     return result
 
@@ -153,17 +156,9 @@ def tokens(row: Row, options: Options) -> Result:
             if what != "b_ln_z"  # one number more for all of a row's scores: its gradient is 0
         }
 
-        def forward(attention: folding.PairBias = attention) -> None:
-            with torch.no_grad():
-                given.out(attention)
-
-        def both(attention: folding.PairBias = attention) -> None:
-            torch.autograd.grad(given.out(attention), given.leaves, given.upstream)
-
-        works[f"{name} forward"] = forward
-        works[f"{name} both"] = both
+        works |= both_ways(name, functools.partial(given.out, attention), given.leaves, given.upstream)
         if options.device == "cuda":
-            result["peak_mib"][name] = cuda_peak_mib(both)
+            result["peak_mib"][name] = cuda_peak_mib(works[f"{name} both"])
     timed(works, result, options)
     return result
 

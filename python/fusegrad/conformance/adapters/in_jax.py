@@ -174,11 +174,14 @@ def _dense(mask_mod: Any, query: Tensor, key: Tensor) -> Tensor:
     return taken.expand(sizes).contiguous()
 
 
-class JaxNN(_InJAX):
-    """jax.nn.dot_product_attention: masks, no functions of scores."""
+class _DotProduct(_InJAX):
+    """Masks, no functions of scores; [B, S, H, D]. Softmax is float32 whatever the dtype."""
 
-    settings = "jax.nn.dot_product_attention, implementation=None"
-    implementation: str | None = None
+    def dtype(self, op: str, device: str) -> torch.dtype:
+        return torch.float32
+
+    def attend(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None) -> Any:
+        raise NotImplementedError
 
     def flex_attention(
         self,
@@ -188,24 +191,27 @@ class JaxNN(_InJAX):
         *,
         mask_mod: Any = None,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        enable_gqa: bool = False,  # they always let heads share
     ) -> Any:
-        import jax
-
         dense = [] if mask_mod is None else [_dense(mask_mod, query, key)]
 
         def function(q: Any, k: Any, v: Any, *mask: Any) -> Any:
-            seen = {"mask": mask[0]} if mask else {}
             q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-            out = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=self.implementation, **seen)
-            return out.swapaxes(1, 2)
+            return self.attend(q, k, v, mask[0] if mask else None, scale).swapaxes(1, 2)
 
         return _Call.apply(function, query, key, value, *dense)
 
 
-class Tokamax(_InJAX):
-    """tokamax.dot_product_attention: masks, no functions of scores."""
+class JaxNN(_DotProduct):
+    settings = "jax.nn.dot_product_attention, implementation=None"
 
+    def attend(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None) -> Any:
+        import jax
+
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale)
+
+
+class Tokamax(_DotProduct):
     settings = "tokamax.dot_product_attention, whichever implementation it takes"
     packages = ("jax", "jaxlib", "tokamax")
     devices = ("cuda",)
@@ -213,21 +219,8 @@ class Tokamax(_InJAX):
     def load(self) -> None:
         import tokamax  # noqa: F401
 
-    def dtype(self, op: str, device: str) -> torch.dtype:
-        return torch.float32
-
-    def flex_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, *, mask_mod: Any = None, scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:  # fmt: skip
+    def attend(self, q: Any, k: Any, v: Any, mask: Any, scale: float | None) -> Any:
         import tokamax
 
-        dense = [] if mask_mod is None else [_dense(mask_mod, query, key)]
-
-        def function(q: Any, k: Any, v: Any, *mask: Any) -> Any:
-            seen = {"mask": mask[0]} if mask else {}
-            told = {} if scale is None else {"logits_scale": scale}
-            q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-            return tokamax.dot_product_attention(q, k, v, **told, **seen).swapaxes(1, 2)
-
-        return _Call.apply(function, query, key, value, *dense)
+        told = {} if scale is None else {"logits_scale": scale}
+        return tokamax.dot_product_attention(q, k, v, mask=mask, **told)
