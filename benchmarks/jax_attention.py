@@ -158,34 +158,27 @@ def _swapped(attention: Step) -> Step:
     return run
 
 
+def _dot_product(attention: Callable[..., Any], implementation: str, given: Problem) -> Step:
+    """By a function with the signature of jax.nn.dot_product_attention."""
+    attend = _swapped(attention)
+    mask = None if given.mask is None or given.causal else given.mask[None, None]
+
+    def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        bias = None if given.bias is None else given.bias(*rest)
+        return attend(q, k, v, bias=bias, mask=mask, is_causal=given.causal, implementation=implementation)
+
+    return run
+
+
 def nn(implementation: str) -> Callable[[Problem], Step]:
-    def of(given: Problem) -> Step:
-        attend = _swapped(jax.nn.dot_product_attention)
-        mask = None if given.mask is None or given.causal else given.mask[None, None]
-
-        def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-            bias = None if given.bias is None else given.bias(*rest)
-            options = {"is_causal": given.causal, "implementation": implementation}
-            return attend(q, k, v, bias=bias, mask=mask, **options)
-
-        return run
-
-    return of
+    return lambda given: _dot_product(jax.nn.dot_product_attention, implementation, given)
 
 
 def tokamax(implementation: str) -> Callable[[Problem], Step]:
     def of(given: Problem) -> Step:
         import tokamax
 
-        attend = _swapped(tokamax.dot_product_attention)
-        mask = None if given.mask is None or given.causal else given.mask[None, None]
-
-        def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
-            bias = None if given.bias is None else given.bias(*rest)
-            options = {"is_causal": given.causal, "implementation": implementation}
-            return attend(q, k, v, bias=bias, mask=mask, **options)
-
-        return run
+        return _dot_product(tokamax.dot_product_attention, implementation, given)
 
     return of
 

@@ -191,7 +191,7 @@ def test_what_comes_after_a_loss_raises() -> None:
 
 @pytest.mark.parametrize("name", ["register_hook", "register_prehook"])
 def test_hooks_of_a_node(name: str) -> None:
-    """Of computed logits they see the gradient; of others they would see none."""
+    """Hooks see the gradient of computed logits; of logits that are not computed there is none."""
     logits = lazy_linear(*leaves())
     with pytest.raises(NotImplementedError, match=rf"^LazyLogits: grad_fn\.{name} must be called of computed logits"):
         getattr(logits.grad_fn, name)(lambda *_: None)
@@ -394,7 +394,7 @@ timing.__module__ = "torch.distributed.fsdp._fully_shard"
 
 
 def test_hooks_of_the_time_run_without_logits() -> None:
-    """FSDP's, once a backward, though the loss is computed without the logits."""
+    """FSDP's hooks run once a backward, though the loss is computed without the logits."""
     logits = lazy_linear(*leaves())
     logits.register_hook(timing)
     loss = F.cross_entropy(logits.view(10, V), TARGET)
