@@ -1,8 +1,8 @@
 """Checks that csrc's includes and the package's imports go down only, and that torch's headers are in its front end:
 `make lint` runs it.
 
-docs/architecture.md draws the rooms. A file of one may include its own room and those below, among the front ends its
-own alone. A Python module may import its own room and those below, and no two modules each other: imports within
+docs/design/architecture.md draws the rooms. A file of one may include its own room and those below, among the front
+ends its own alone. A Python module may import its own room and those below, and no two modules each other: imports within
 functions count, those for type checkers do not.
 """
 

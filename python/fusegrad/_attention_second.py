@@ -5,7 +5,7 @@ key', value', grad_out', grad_lse') are what forward mode over reverse asks for;
 are symmetric, those along (w_query, w_key, w_value) are what a double backward gives query, key and value for the
 upstream gradients w of the gradients, while grad_out and grad_lse get the tangents of out and lse. One kernel computes
 what each pair of a query and a key gives (csrc/cuda/attention/pair_tangents/portable.cuh), a chunk of pairs at a time;
-products of matrices make the rest of it. docs/transforms.md has the formulas and what goes this way.
+products of matrices make the rest of it. docs/design/transforms.md has the formulas and what goes this way.
 """
 
 from __future__ import annotations

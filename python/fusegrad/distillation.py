@@ -104,9 +104,9 @@ def jsd(
     With q = softmax(student / temperature), p = softmax(teacher / temperature) and M = (1 - beta) q + beta p, a row
     costs ``(1 - beta) KL(q | M) + beta KL(p | M)``; at the ends KL(p | q) for beta 0 and KL(q | p) for beta 1. There is
     no factor ``temperature**2``. Terms with a probability of 0 are 0, so -inf in either or both leaves finite what is
-    finite; equal rows cost exactly 0, with gradients of 0. The formulas stand in docs/distillation.md. Any number of
-    backwards gives bitwise the same gradients. A second differentiation, forward mode, ``torch.func`` and
-    ``torch.vmap``: see docs/transforms.md.
+    finite; equal rows cost exactly 0, with gradients of 0. The formulas stand in docs/design/divergences.md. Any number
+    of backwards gives bitwise the same gradients. A second differentiation, forward mode, ``torch.func`` and
+    ``torch.vmap``: see docs/design/transforms.md.
 
     Args:
         student: logits ``[..., V]``; float32, bfloat16, float16 (float64 on the CPU).

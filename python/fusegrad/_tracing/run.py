@@ -156,7 +156,7 @@ def _texts(trace: Trace, term: int) -> Run:
     except ValueError as error:
         size = f"{trace.graph.size(term)} operations, {len(trace.buffers)} captured tensors and {len(values)} numbers"
         raise Refused(
-            f"a function of {size}, of which the language says: {error}", "docs/score_mod.md has its limits"
+            f"a function of {size}, of which the language says: {error}", "docs/design/score_mod.md has its limits"
         ) from error
     fixed_text = trace.graph.compact(term, values)[0] if values else text
     used = [trace.buffers[i] for i in kept]

@@ -1,4 +1,4 @@
-"""The divergence of rows over a sharded vocabulary; formulas in docs/distillation.md.
+"""The divergence of rows over a sharded vocabulary; formulas in docs/design/divergences.md.
 
 It is that of log-probabilities, whose normaliser all processes know after one collective; a second one sums the
 divergence and what the gradients by logits take off. A top-k teacher needs the first one only: its K columns and the
@@ -327,7 +327,7 @@ class TopK:
         return [self.indices, self.tail]
 
     def log_rest(self, log_p: Tensor, part: slice) -> Tensor:
-        """[n] of [n, K]: as in docs/distillation.md."""
+        """[n] of [n, K]: as in docs/design/divergences.md."""
         if self.tail is not None:
             return self.tail[part].to(log_p.dtype)
         p = log_p.exp()

@@ -1,5 +1,5 @@
-"""What a score_mod may call: the table of docs/score_mod.md, each function against PyTorch's own autograd, values and
-gradients, at the points where they are special too."""
+"""What a score_mod may call: the table of docs/design/score_mod.md, each function against PyTorch's own autograd,
+values and gradients, at the points where they are special too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusegrad.score_mod import split_scalars
 from support import AFTER_2_11, ROOT
 from torch import Tensor
 
-DOCS = (ROOT / "docs" / "score_mod.md").read_text()
+DOCS = (ROOT / "docs/design/score_mod.md").read_text()
 TABLE = DOCS.split("### What it may call")[1].split("\n### ")[0]
 SPECIAL = [
     0.0,
