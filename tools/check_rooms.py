@@ -2,8 +2,8 @@
 `make lint` runs it.
 
 docs/design/architecture.md draws the rooms. A file of one may include its own room and those below, among the front
-ends its own alone. A Python module may import its own room and those below, and no two modules each other: imports within
-functions count, those for type checkers do not.
+ends its own alone. A Python module may import its own room and those below, and no two modules each other: imports
+within functions count, those for type checkers do not.
 """
 
 import ast
