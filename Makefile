@@ -200,7 +200,7 @@ docs: build $(VENV)/.installed-docs
 	command -v doxygen >/dev/null || { echo "doxygen is missing (Debian, Ubuntu: apt-get install doxygen)" >&2; exit 1; }
 	mkdir -p $(BUILD)/doxygen
 	(cat docs/Doxyfile; echo "OUTPUT_DIRECTORY = $(BUILD)/doxygen") | doxygen -
-	DOXYGEN_XML=$(CURDIR)/$(BUILD)/doxygen/xml $(BIN)/sphinx-build -q -b html docs site
+	DOXYGEN_XML=$(CURDIR)/$(BUILD)/doxygen/xml $(BIN)/sphinx-build -q -W --keep-going -b html docs site
 	@echo "Open site/index.html"
 
 clean:

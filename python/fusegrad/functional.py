@@ -399,11 +399,12 @@ def linear_log_prob(
 
     With z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)) and p = softmax(z), a row has
     ``log p[target]`` and ``-sum(p * log(p))``, in nats. It is :func:`linear_cross_entropy` with reduction 'none' and
-    those aux values; a policy divided by a temperature t has ``logit_scale=1 / t``.
+    those aux values; a policy divided by a temperature t has ``logit_scale=1 / t``. Arguments that are not listed
+    here are those of :func:`linear_cross_entropy`.
 
     Args:
-        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, support, workspace_mib,
-            grad_weight_into, batch_invariant, vocab_parallel: as in :func:`linear_cross_entropy`.
+        input: hidden states ``[..., H]``.
+        linear_weight: the head ``[V, H]``.
         target: class indices ``[...]``, int64, int32 or uint8.
         return_entropy: False: ``entropy`` is None and costs nothing.
 
