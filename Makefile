@@ -152,10 +152,11 @@ build/torches/%/torch/version.py: tools/fetch_torch.py $(VENV)/.made
 	$(BIN)/python tools/fetch_torch.py $* build/torches/$*
 
 wheel: $(foreach version,$(TORCHES),$(call folder_of,$(version))/version.py) $(VENV)/.installed-build $(VENV)/.installed-wheel $(JAX)
-	rm -rf build/lib.* build/bdist.* $(BUILD)/wheel dist/*.whl
-	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' FUSEGRAD_MANYLINUX=ON FUSEGRAD_BUILD_DIR=$(BUILD) MAX_JOBS=$(JOBS) \
+	rm -rf $(BUILD)/wheel dist/*.whl
+	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  CMAKE_ARGS="$(CMAKE_OPTIONS) -DFUSEGRAD_TORCHES='$(WHEEL_TORCHES)' -DFUSEGRAD_MANYLINUX=ON -DFUSEGRAD_TESTS=OFF" \
 	  $(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-build-isolation --no-deps \
-	  --wheel-dir $(BUILD)/wheel .
+	  --config-settings build-dir=$(BUILD) --wheel-dir $(BUILD)/wheel .
 	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) --plat $(MANYLINUX) \
 	  --only-plat --wheel-dir dist $(BUILD)/wheel/*.whl
 	rm -f $(BUILD)/options  # so that `make build` configures anew
@@ -204,6 +205,4 @@ docs: build $(VENV)/.installed-docs
 	@echo "Open site/index.html"
 
 clean:
-	rm -rf build dist site .venv .venv-* python/fusegrad.egg-info
-	rm -rf python/fusegrad/lib python/fusegrad/include python/fusegrad/share python/fusegrad/_build.py
-	rm -f python/fusegrad/_C.*.so
+	rm -rf build dist site .venv .venv-*
