@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._transforms import unwrapped
 from .errors import Refused
@@ -15,7 +16,7 @@ from .lifted import Lifted
 from .names import words
 from .trees import contains, mapped, tensors_of
 
-__all__ = ["Step", "Steps"]
+__all__ = ["Outside", "Step", "Steps"]
 
 # Operations that depend on a tensor's shape, dtype and strides alone.
 _METADATA = words(
@@ -110,3 +111,34 @@ class Steps:
         for x in tensors_of(tensor):
             if _storage(x) not in self._fresh:
                 raise Refused("a write into a captured tensor", "write into a copy of it, see .clone()")
+
+
+class Outside(TorchDispatchMode):
+    """Watches what a function does to captured tensors alone."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self.steps = steps
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import torch._dynamo, which takes a second, and no compiled code runs under this mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Refused(
+                f"random numbers ({func._schema.name.removeprefix('aten::')})",
+                "draw them outside and capture the tensor",
+            )
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            self.steps.volatile = f"{func._schema.name} depends on the values of a captured tensor"
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.steps.check_write(value)
+        out = func(*args, **kwargs)
+        self.steps.made((args, kwargs), out)
+        return out
