@@ -37,7 +37,7 @@ LAYERS = [
         *("", "names", "errors", "trees", "lifted", "thread_state"),
         *("bounds", "ops", "vectors", "steps", "tensor", "indexing", "functions", "trace"),  # one run of a function
         *("elements", "moves", "reads", "folds", "composed", "calls", "table", "dispatch", "run"),  # what ops become
-        *("code", "copying", "captures", "replay", "cache", "compiled"),  # what is kept
+        *("code", "trust", "guards", "copying", "captures", "replay", "cache", "compiled"),  # what is kept
     )
 ]
 MADE = ("_C", "_build")  # by the build

@@ -39,10 +39,8 @@ def _scaled(g: Graph, term: int, alpha: int) -> int:
 # --- the same under the same or another name ------------------------------------------------------------------
 
 _UNARY = words(
-    """
-    neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf erfc sin cos tan atan asin acos
-    sinh cosh asinh acosh atanh floor ceil trunc
-    """
+    "neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf erfc sin cos tan atan asin acos "
+    "sinh cosh asinh acosh atanh floor ceil trunc"
 )
 _BINARY = {
     "remainder": "mod",

@@ -20,13 +20,11 @@ __all__ = ["Outside", "Step", "Steps"]
 
 # Operations that depend on a tensor's shape, dtype and strides alone.
 _METADATA = words(
-    """
-    shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
-    requires_grad.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__
-    is_meta.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point
-    is_complex is_signed is_contiguous result_type promote_types can_cast is_tensor get_device
-    broadcast_shapes is_same_size __repr__
-    """
+    "shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__ "
+    "requires_grad.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__ "
+    "is_meta.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point "
+    "is_complex is_signed is_contiguous result_type promote_types can_cast is_tensor get_device "
+    "broadcast_shapes is_same_size __repr__"
 )
 # Those of them that torch.jit.trace records for a tensor that depends on its inputs.
 _SIZES = words("shape.__get__ size numel nelement __len__ stride nbytes.__get__")
