@@ -174,6 +174,15 @@ def test_a_float_in_no_grad_is_detached() -> None:
         assert trace_score_mod(score_mod).text == text
 
 
+def test_a_tensor_made_of_values_is_a_copy_without_a_gradient() -> None:
+    bias = torch.randn(8, requires_grad=True)
+
+    def score_mod(s, b, h, q, kv):
+        return s * bias[kv] + s.new_tensor(bias[kv] * s) + torch.tensor([s, bias[q]])[1] + s.new_tensor([s, 2.0]).sum()
+
+    check_score_mod(score_mod, [bias])
+
+
 def test_integers_of_few_bits_wrap() -> None:
     table = torch.tensor([200, 100, 250, 3, 9, 90, 7, 255], dtype=torch.uint8)
     check_score_mod(lambda s, b, h, q, kv: s + (table[kv] + table[q]) * 0.1 + (kv * 40).to(torch.int8), [])
@@ -704,6 +713,36 @@ def test_an_attribute_of_a_function() -> None:
     assert_follows(score_mod)
     score_mod.scale = 3.0
     assert_follows(score_mod)
+
+
+def test_an_attribute_that_a_function_is_given_later() -> None:
+    def helper(x):
+        return x * 2
+
+    def score_mod(s, b, h, q, kv):
+        try:
+            return helper(s) + helper.shift
+        except AttributeError:
+            return helper(s)
+
+    assert_follows(score_mod)
+    helper.shift = 3.0
+    assert_follows(score_mod)
+
+
+def test_changed_keyword_defaults() -> None:
+    def helper(x, *, scale=2.0, shift=1.0):
+        return x * scale + shift
+
+    def score_mod(s, b, h, q, kv):
+        return helper(s)
+
+    assert_follows(score_mod, hit=False)
+    helper.__kwdefaults__ = {"scale": 0.5, "shift": 3.0}
+    assert_follows(score_mod, hit=True)
+    helper.__kwdefaults__ = {"scale": 0.5}
+    with pytest.raises(TraceError, match="missing 1 required keyword-only argument"):
+        trace_score_mod(score_mod)
 
 
 def test_a_class_that_makes_up_attributes() -> None:

@@ -91,6 +91,18 @@ CASES: dict[str, Callable] = {
     "matrices": lambda s, b, h, i, j: s + (torch.outer(A[i], K[j]) @ MATRIX[h]).diagonal().sum(),
     "extrema": lambda s, b, h, i, j: s + A[i].max() * K[j].amin() + A[i].max(0).values * K[j].min(dim=0).values,
     "places": lambda s, b, h, i, j: s + TABLE[A[i].argmax()] * K[j][A[i].argmin()] + A[i][(K[j].argmax() + i) % D],
+    "places in both": lambda s, b, h, i, j: (
+        s + TABLE[torch.stack([A[i], K[j]], 1).argmax() // 2] + TABLE[torch.stack([A[i], K[j]]).argmin() % D]
+    ),
+    "places of each": lambda s, b, h, i, j: (
+        s * torch.stack([A[i], K[j]], 1).argmax(0, keepdim=True).sum() / D
+        + (torch.stack([A[i], K[j]]).max(0).values * TABLE).sum()
+        + (torch.stack([A[i], K[j]], 1).min(1, keepdim=True).values.t() @ TABLE)[0]
+        + (MATRIX[h].max(0).values * MATRIX[h].argmax(1)).sum() / D
+    ),
+    "small matrices": lambda s, b, h, i, j: (
+        s + ((torch.stack([A[i], K[j]]) @ torch.stack([K[j], A[i]], 1)) @ torch.stack([s, A[i, 0]])).sum()
+    ),
     "slices": lambda s, b, h, i, j: s + A[i][2:].sum() * K[j][:4].prod() + (A[i][::2] * K[j][1::2]).sum(),
     "views": lambda s, b, h, i, j: s + A[i].flip(0) @ K[j] + A[i].view(3, 4).sum(0)[1] * A[i].reshape(2, 6).amax(),
     "flattened": lambda s, b, h, i, j: s + (MATRIX[h].flatten() * s).mean() + MATRIX[h].t().reshape(-1)[7 + j],
