@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._load import direct
-from .._transforms import differentiated
 from .code import Untrusted, facts_of
 from .copying import Copy
 from .guards import Guard, GuardSource
@@ -187,19 +185,11 @@ class Captures:
             self._visit_instance(value, kind, name, liftable)
 
     def _visit_tensor(self, value: Tensor, name: str) -> None:
-        c = self._constant
         if isinstance(value, TracedTensor):
             raise Untrusted("it reaches a value of a trace")
         if value.layout != torch.strided:
             raise Untrusted(f"a captured tensor of layout {value.layout}")
-        # One call where the tensor is a plain one, as nearly all are; it asks for no less than what stands behind it.
-        facts = direct.tensor_facts(value)
-        self._need(
-            f"same({name}, {c(facts)}) or type({name}) is {c(type(value))} and {name}.dtype is {c(value.dtype)} "
-            f"and {name}.shape == {c(value.shape)} and {name}.stride() == {c(value.stride())} "
-            f"and {name}.requires_grad is {value.requires_grad} and {name}.device == {c(value.device)} "
-            f"and differentiated({name}) is {differentiated(value)}"
-        )
+        self._source.need_tensor(name, value)
         self._places[id(value)] = len(self.tensors)
         self.tensors.append(value)
 

@@ -23,6 +23,10 @@ Guard = Callable[[Any], "tuple[list[Tensor], list[Number]] | None"]
 _MAX_NODES = 1000
 
 
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.shape, x.stride(), x.requires_grad, x.device, differentiated(x)
+
+
 class GuardSource:
     """It consists of what captures.py writes: names and values of the user's are constants."""
 
@@ -31,8 +35,8 @@ class GuardSource:
         self._scope: dict[str, Any] = {
             "lookup": lookup,
             "missing": MISSING,
-            "differentiated": differentiated,
             "same": direct.same_tensor,
+            "facts": _facts,
         }
         self._variables = 0
 
@@ -54,6 +58,11 @@ class GuardSource:
     def need_keys(self, expression: str, keys: list[str]) -> None:
         """Of a dict, or of None for none."""
         self.need(f"list({expression} or ()) == {self.constant(keys)}" if keys else f"not {expression}")
+
+    def need_tensor(self, name: str, tensor: Tensor) -> None:
+        """One call where it is a plain one, as nearly all are, which asks for no less than the other."""
+        plain = self.constant(direct.tensor_facts(tensor))
+        self.need(f"same({name}, {plain}) or facts({name}) == {self.constant(_facts(tensor))}")
 
     def compiled(self, more: Sequence[str], tensors: Sequence[str], numbers: Sequence[str]) -> Guard:
         """With more conditions, and what is returned."""

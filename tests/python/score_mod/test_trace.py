@@ -730,6 +730,22 @@ def test_an_attribute_that_a_function_is_given_later() -> None:
     assert_follows(score_mod)
 
 
+def test_a_function_of_both_kinds_and_of_several_devices() -> None:
+    def sees(*indices):
+        return indices[-2] >= indices[-1]
+
+    for _ in range(2):
+        assert trace_score_mod(sees).text.startswith("score_mod")
+        check_mask_mod(sees)
+
+    def own_table(s, b, h, q, kv):
+        return s + torch.arange(100, device=s.device)[kv]
+
+    for device in ("cpu", "meta", "cpu"):
+        (table,) = trace_score_mod(own_table, device=device).buffers
+        assert table.device.type == device
+
+
 def test_changed_keyword_defaults() -> None:
     def helper(x, *, scale=2.0, shift=1.0):
         return x * scale + shift
