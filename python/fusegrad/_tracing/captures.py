@@ -20,28 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import trust
 from .code import Untrusted, facts_of
 from .copying import Copy
 from .guards import Guard, GuardSource
 from .lifted import Lifted, Number
 from .tensor import TracedTensor
-from .trust import (
-    C_FUNCTIONS,
-    CONSTRUCTORS,
-    COPIED,
-    HOOKS,
-    LITERALS,
-    MISSING,
-    OF_MODULES,
-    PURE_BUILTINS,
-    check_c_function,
-    check_class,
-    check_instance,
-    check_module,
-    is_trusted,
-    lookup,
-    special_methods,
-)
 
 __all__ = ["Captures"]
 
@@ -122,7 +106,7 @@ class Captures:
                 return None
             self.liftable.add(len(self._numbers) - 1)
             return Lifted(value, ("path", len(self._numbers) - 1), set())
-        if kind in LITERALS:
+        if kind in trust.LITERALS:
             constant = self._constant(value)
             self._need(f"type({name}) is {self._constant(kind)} and {name} == {constant}")
             return None
@@ -131,7 +115,7 @@ class Captures:
             self._need(f"{name} is {seen[1]}")
             if id(value) in self._holders:
                 self._holders[id(value)].via.add(via)
-            if seen[2] != liftable and isinstance(value, COPIED) | hasattr(value, "__dict__"):
+            if seen[2] != liftable and isinstance(value, trust.COPIED) | hasattr(value, "__dict__"):
                 self.can_lift = False  # a copy would be used on one path, the number itself on the other
             return None
         self._seen[id(value)] = (value, name, liftable)
@@ -153,12 +137,12 @@ class Captures:
         elif kind is functools.partial:
             self._visit_partial(value, name, liftable)
         elif issubclass(kind, types.ModuleType):
-            check_module(value)
+            trust.check_module(value)
             self._need(f"{name} is {self._constant(value)}")
             self._holders[id(value)] = _Holder(value, name, False)
         elif isinstance(value, type):
             self._need(f"{name} is {self._constant(value)}")
-            if check_class(value):
+            if trust.check_class(value):
                 self._holders[id(value)] = _Holder(value, name, False)
         elif kind in (list, tuple):
             self._mutable = self._mutable or kind is list
@@ -178,8 +162,8 @@ class Captures:
             self._need(f"all(type(x) in (str, int) for x in {name})")
         elif isinstance(value, enum.Enum):
             self._need(f"{name} is {self._constant(value)}")
-        elif isinstance(value, C_FUNCTIONS):
-            check_c_function(value)
+        elif isinstance(value, trust.C_FUNCTIONS):
+            trust.check_c_function(value)
             self._need(f"{name} is {self._constant(value)}")
         else:
             self._visit_instance(value, kind, name, liftable)
@@ -194,9 +178,9 @@ class Captures:
         self.tensors.append(value)
 
     def _visit_function(self, value: types.FunctionType, name: str, liftable: bool) -> None:
-        ours = is_trusted(value.__module__)
+        ours = trust.is_trusted(value.__module__)
         if ours and value.__closure__ is None:
-            check_c_function(value)
+            trust.check_c_function(value)
             self._need(f"{name} is {self._constant(value)}")
             return
         self._need(f"type({name}) is {self._constant(types.FunctionType)}")
@@ -240,8 +224,8 @@ class Captures:
             if key in value.__globals__:
                 self._child(value, "global", key, value.__globals__[key], f"{scope}[{constant}]", liftable, key)
                 continue
-            built_in = builtins.__dict__.get(key, MISSING)
-            if built_in is MISSING or key not in PURE_BUILTINS:
+            built_in = builtins.__dict__.get(key, trust.MISSING)
+            if built_in is trust.MISSING or key not in trust.PURE_BUILTINS:
                 raise Untrusted(f"{value.__qualname__} uses {key}")
             self._need(f"{constant} not in {scope}")
             self._need(f"{self._constant(builtins.__dict__)}.get({constant}) is {self._constant(built_in)}")
@@ -258,30 +242,32 @@ class Captures:
             self._child(value, "keyword", key, item, f"{name}.keywords[{self._constant(key)}]", liftable)
 
     def _visit_instance(self, value: Any, kind: type, name: str, liftable: bool) -> None:
-        check_instance(value)
+        trust.check_instance(value)
         self._mutable = self._mutable or hasattr(kind, "__setitem__")
         self._need(f"type({name}) is {self._constant(kind)}")
         liftable = liftable and hasattr(value, "__dict__") and kind.__new__ is object.__new__
         self._holders[id(value)] = _Holder(value, name, liftable)
         if isinstance(value, nn.Module):
-            self._need(" and ".join(f"not {name}.{hooks}" for hooks in HOOKS))
+            self._need(" and ".join(f"not {name}.{hooks}" for hooks in trust.HOOKS))
 
     def _implicit_names(self, holder: _Holder) -> list[str]:
         """The attributes that code may use of an object without naming them, when it is called or handed on."""
         value = holder.value
         if isinstance(value, (type, types.ModuleType)):
-            return [*special_methods(value), *CONSTRUCTORS] if isinstance(value, type) else []
-        names = special_methods(type(value))
+            return [*trust.special_methods(value), *trust.CONSTRUCTORS] if isinstance(value, type) else []
+        names = trust.special_methods(type(value))
         if not isinstance(value, nn.Module):
             return names
         names.append("forward")
-        if any(base is not nn.Module and is_trusted(base.__module__, ("torch.nn",)) for base in type(value).__mro__):
+        if any(
+            base is not nn.Module and trust.is_trusted(base.__module__, ("torch.nn",)) for base in type(value).__mro__
+        ):
             # PyTorch's own code reads what it likes.
             for group in ("_parameters", "_buffers", "_modules"):
                 entries = value.__dict__[group]
                 self._need(f"list({holder.name}.{group}) == {self._constant(list(entries))}")
                 names += entries
-            names += [key for key, x in value.__dict__.items() if isinstance(x, (*LITERALS, int, float))]
+            names += [key for key, x in value.__dict__.items() if isinstance(x, (*trust.LITERALS, int, float))]
         return names
 
     def _add_names(self, names: Any) -> None:
@@ -318,12 +304,12 @@ class Captures:
             self._class_attribute(holder, variable, key, constant)
             return
         kind = type(holder)
-        of_class = lookup(kind, key)
-        if of_class is not MISSING:
+        of_class = trust.lookup(kind, key)
+        if of_class is not trust.MISSING:
             self._class_attribute(kind, self._constant(kind), key, constant)
             if isinstance(of_class, types.MemberDescriptorType):
-                value = getattr(holder, key, MISSING)
-                if value is not MISSING:
+                value = getattr(holder, key, trust.MISSING)
+                if value is not trust.MISSING:
                     self._child(holder, "slot", key, value, f"getattr({variable}, {constant})", False, via)
                 return
             if isinstance(of_class, property):
@@ -335,10 +321,10 @@ class Captures:
             return
         if hasattr(holder, "__dict__"):
             self._need(f"{constant} not in {variable}.__dict__")
-        if of_class is MISSING:
+        if of_class is trust.MISSING:
             self._need(f"lookup({self._constant(kind)}, {constant}) is missing")
         if isinstance(holder, nn.Module):
-            if key in OF_MODULES:
+            if key in trust.OF_MODULES:
                 raise Untrusted(f"it may call {type(holder).__qualname__}.{key}")
             for group in ("_parameters", "_buffers", "_modules"):
                 entries = own[group]
@@ -348,16 +334,16 @@ class Captures:
                     self._need(f"{constant} not in {variable}.{group}")
 
     def _module_attribute(self, module: types.ModuleType, variable: str, key: str, constant: str) -> None:
-        value = module.__dict__.get(key, MISSING)
-        if value is MISSING:
+        value = module.__dict__.get(key, trust.MISSING)
+        if value is trust.MISSING:
             self._need(f"{constant} not in {variable}.__dict__")
             return
-        if is_trusted(module.__name__):
+        if trust.is_trusted(module.__name__):
             found = self._source.variable(f"{variable}.__dict__.get({constant}, missing)")
-            if isinstance(value, types.ModuleType) and is_trusted(value.__name__):
+            if isinstance(value, types.ModuleType) and trust.is_trusted(value.__name__):
                 self._visit(value, found, False, key)
             elif callable(value) and not isinstance(value, type):
-                check_c_function(value)
+                trust.check_c_function(value)
                 self._need(f"{found} is {self._constant(value)}")
             else:
                 self._need(f"{found} is {self._constant(value)}")
@@ -365,13 +351,15 @@ class Captures:
         self._child(module, "attribute", key, value, f"{variable}.__dict__[{constant}]", False, key)
 
     def _class_attribute(self, cls: type, variable: str, key: str, constant: str) -> None:
-        raw = lookup(cls, key)
+        raw = trust.lookup(cls, key)
         found = self._source.variable(f"lookup({variable}, {constant})")
-        if raw is MISSING:
+        if raw is trust.MISSING:
             self._need(f"{found} is missing")
             return
         base = next(b for b in cls.__mro__ if key in b.__dict__)
-        if is_trusted(base.__module__) or isinstance(raw, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+        if trust.is_trusted(base.__module__) or isinstance(
+            raw, (types.MemberDescriptorType, types.GetSetDescriptorType)
+        ):
             self._need(f"{found} is {self._constant(raw)}")
         elif isinstance(raw, (staticmethod, classmethod)):
             self._need(f"type({found}) is {self._constant(type(raw))}")

@@ -11,18 +11,24 @@ import torch
 from fusegrad._C.score_mod import BOOL, INT, Graph
 
 from .elements import bound, name_of, on_ones, result, traced
-from .ops import FOLDS
 from .tensor import TracedTensor
 from .trace import Trace, category
 from .vectors import axes_of, axis_of, terms_of
 
-__all__ = ["dims_of", "extreme", "fold", "matrix_product"]
+__all__ = ["FOLDS", "dims_of", "extreme", "fold", "matrix_product"]
 
 _FOLDED = 64
 """The place of an axis that no dimension has."""
-_ALONG = {"sum": "sum", "mean": "sum", "prod": "prod", "amax": "amax", "amin": "amin", "any": "amax", "all": "amin"}
-"""What each fold is along an axis."""
-_OF_NOTHING = {"sum": 0, "prod": 1, "any": False, "all": True, "mean": math.nan}
+FOLDS = {
+    "sum": ("add", "sum", 0),
+    "mean": ("add", "sum", math.nan),
+    "prod": ("mul", "prod", 1),
+    "amax": ("max", "amax", None),
+    "amin": ("min", "amin", None),
+    "any": ("or", "amax", False),
+    "all": ("and", "amin", True),
+}
+"""Of two elements, along an axis, and of none."""
 
 
 def dims_of(x: TracedTensor, dim: int | Sequence[int] | None) -> list[int]:
@@ -47,6 +53,7 @@ def _folded(
     packed, shape = tensor.packed, tuple(tensor.shape)
     extents = {axis_of(g, shape, d): shape[d] for d in axes_of(packed, shape) if d in dims}
     left = [packed.shape[d] for d in kept]
+    of_two, of_axis, nothing = FOLDS[name]
     rows = packed.permute(kept + dims).reshape(math.prod(left), -1).tolist()
     terms = []
     for row in rows:
@@ -62,11 +69,11 @@ def _folded(
             axis, total = _along(g, row, extents)
             row, axes = row[:1], [axis]
         else:
-            total = row[0] if row else g.constant(_OF_NOTHING[name])
+            total = row[0] if row else g.constant(nothing)
         for term in row[1:]:
-            total = FOLDS[name](g, total, term)
+            total = g.apply(of_two, total, term)
         for axis in axes:
-            total = g.reduce(_ALONG[name], axis, total)
+            total = g.reduce(of_axis, axis, total)
         if name == "mean" and row:
             total = g.apply("div", total, g.constant(float(math.prod(shape[d] for d in dims))))
         terms.append(total)

@@ -14,7 +14,7 @@ from fusegrad._C.score_mod import BOOL, FLOAT, Graph
 
 from .names import words
 
-__all__ = ["ELEMENTWISE", "FOLDS"]
+__all__ = ["ELEMENTWISE"]
 
 ELEMENTWISE: dict[str, Callable[..., int]] = {}
 
@@ -320,22 +320,3 @@ def _masked_fill(g: Graph, self: int, mask: int, value: int) -> int:
 @_register("detach")
 def _detach(g: Graph, self: int) -> int:
     return g.apply("detach", self) if g.type(self) == FLOAT else self
-
-
-# --- folds over a dimension -----------------------------------------------------------------------------------
-
-
-def _fold(primitive: str) -> Callable[[Graph, int, int], int]:
-    return lambda g, a, b: g.apply(primitive, a, b)
-
-
-FOLDS: dict[str, Callable[[Graph, int, int], int]] = {
-    "sum": _fold("add"),
-    "mean": _fold("add"),
-    "prod": _fold("mul"),
-    # PyTorch's amax and amin share the gradient evenly among equal values; min and max of two share it in halves.
-    "amax": _fold("max"),
-    "amin": _fold("min"),
-    "any": lambda g, a, b: g.apply("or", g.cast(a, BOOL), g.cast(b, BOOL)),
-    "all": lambda g, a, b: g.apply("and", g.cast(a, BOOL), g.cast(b, BOOL)),
-}

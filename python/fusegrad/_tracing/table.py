@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from . import calls, composed, elements, folds, moves, reads
 from .errors import Refused
 from .names import words
-from .ops import ELEMENTWISE, FOLDS
+from .ops import ELEMENTWISE
 from .trace import Handler
 
 __all__ = ["FUNCTIONS", "OPS", "Op", "Refusal"]
@@ -92,7 +92,7 @@ _OPS: tuple[tuple[str, Handler | Refusal, str | None], ...] = (
         moves.move,
         None,
     ),
-    (" ".join(FOLDS), folds.fold, "self dim keepdim dtype"),
+    (" ".join(folds.FOLDS), folds.fold, "self dim keepdim dtype"),
     ("max min argmax argmin", folds.extreme, "self dim keepdim"),
     ("mm bmm", folds.matrix_product, "self mat2 out_dtype"),
     ("mv", folds.matrix_product, "self vec"),
