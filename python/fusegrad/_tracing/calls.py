@@ -48,7 +48,7 @@ def tensor(trace: Trace, func: Callable, args: Sequence[Any], kwargs: dict[str, 
 
 
 def as_tensor(trace: Trace, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _in(trace, trace.stacked(args[0]), kwargs.get("dtype"))
+    return _in(trace, trace.stacked(args[0] if args else kwargs["data"]), kwargs.get("dtype"))
 
 
 def made_of_numbers(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor | None:

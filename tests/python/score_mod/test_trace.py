@@ -311,6 +311,44 @@ def test_a_number_that_python_needs_is_part_of_the_guard() -> None:
         assert_follows(make(n, cap, on), hit=True)
 
 
+# What Python makes of a number that the score_mod computes with as well.
+USES: dict[str, Callable] = {
+    "larger": lambda x: 1.0 if x > 2 else 0.0,
+    "at most": lambda x: 1.0 if x <= 8 else 0.0,
+    "equal": lambda x: 1.0 if x == 3 else 0.0,
+    "unequal": lambda x: 1.0 if x != 3 else 0.0,
+    "true": lambda x: 1.0 if x - 3 else 0.0,
+    "not": lambda x: 1.0 if not (x - 3) else 0.0,
+    "int": lambda x: int(x),
+    "float": lambda x: float(x),
+    "round": lambda x: round(x),
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "sqrt": math.sqrt,
+    "string": lambda x: len(str(x)),
+    "format": lambda x: len(f"{x:.0f}"),
+    "divmod": lambda x: divmod(x, 2)[0],
+    "divided by": lambda x: divmod(20, x)[0],
+    "among": lambda x: 1.0 if x in (3, 5) else 0.0,
+    "key": lambda x: {3: 1.0}.get(x, 0.0),
+    "largest": lambda x: max(x, 4),
+    "range": lambda x: sum(range(int(x))),
+    "a power of numbers": lambda x: pow(int(x), 2, 5),
+    "complex": lambda x: complex(x).real,
+    "a root": lambda x: abs((3 - x) ** 0.5),
+}
+
+
+@rows_of("name", [*USES])
+def test_what_python_makes_of_a_number_is_part_of_the_guard(name: str) -> None:
+    def make(use, x):
+        return lambda s, b, h, q, kv: s * x + use(x)
+
+    for x in (3.0, 1.0, 12.5, 3, 5):
+        assert_follows(make(USES[name], x))
+
+
 def test_arithmetic_on_numbers_is_pythons() -> None:
     def make(n, m):
         return lambda s, b, h, q, kv: s + 2**n + m // 3 + (m % 4) / 8 - (n << 2 if False else abs(-m)) + (m - n) * q
