@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention_composite import Call, Tensors
-from ._score_mod_torch import Values, adds_reads, evaluate_reads, program
+from ._score_mod_torch import Values, adds_reads, evaluate_reads
 
 __all__ = ["second_derivatives", "takes"]
 
@@ -162,11 +162,9 @@ class _Captured:
             shape = [1] * len(sizes)
             shape[dim] = size
             places[name] = torch.arange(starts[name], starts[name] + size, device=device).reshape(shape)
-        text, score = program(self.call.score.text), self.call.score
+        score = self.call.score
         values = Values(places, t.buffers, score.floats, score.ints, torch.float32, sizes, None, starts)
-        found = evaluate_reads(text, values, [buffers.get(j) for j in range(len(t.buffers))])
-        zero = torch.zeros((1,) * len(sizes), device=device)
-        return zero if found is None else found
+        return evaluate_reads(score.text, values, [buffers.get(j) for j in range(len(t.buffers))])
 
     def score_tangent(self, first_head: int, head_count: int, first_row: int, row_count: int) -> Tensor | None:
         if not self.moving:
