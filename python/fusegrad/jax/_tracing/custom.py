@@ -44,6 +44,7 @@ def custom_call(t: Trace, equation: Any, operands: list[Value], interpret: Inter
     values = interpret(t, inner, operands)
     if t.in_backward:
         # The language has no derivative of one's own by an upstream gradient: it is that of what is computed.
+        t.once |= not of_jax(jaxpr)
         return values
     alike = all(x.shape == operands[0].shape for x in (*operands, *values))
     elementwise = alike and _is_elementwise(jaxpr)
