@@ -202,7 +202,7 @@ def _mod(name: str, given: Any, trace: Callable[[Any], Mod], dtype: Any) -> Mod:
 
 
 def _text(mod: Mod) -> Text:
-    return Text(mod.text, mod.scalars, len(mod.buffers), mod.once)
+    return Text(mod.text, mod.scalars, len(mod.buffers), mod.own_derivatives)
 
 
 def _mask(given: Any, B: int, H: int, M: int, N: int) -> tuple[Mod, list[jax.Array], tuple[int, int]]:

@@ -31,7 +31,7 @@ class Text:
     text: str = ""
     scalars: tuple[int | float | bool, ...] = ()
     buffers: int = 0  # how many
-    once: bool = False  # see Mod
+    own_derivatives: bool = False  # see Mod
 
 
 @dataclass(frozen=True)

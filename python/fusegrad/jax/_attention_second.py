@@ -35,16 +35,12 @@ def _moves(tangent: Any) -> bool:
     return type(tangent) is not ad.Zero
 
 
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
 def _formulas(call: Call, arrays: Sequence[jax.Array], places: Sequence[int]) -> tuple[Callable[..., Any], list[Any]]:
     """The results as a function of the arrays at these places, and those."""
-    if call.score_mod.once:
+    if call.score_mod.own_derivatives:
         raise NotImplementedError(
-            f"{OP}: a function with a derivative of its own (custom_jvp, custom_vjp) must not call another one, or "
-            "itself, in that derivative where a second derivative is wanted, but the score_mod has one that does"
+            f"{OP}: a function with a derivative of its own (custom_jvp, custom_vjp) must not be in a score_mod of "
+            "which a second derivative is wanted, but is"
         )
     full = list(arrays)
     if call.dropout_p > 0:

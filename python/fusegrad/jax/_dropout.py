@@ -26,7 +26,8 @@ def _philox(words: Sequence[jax.Array], key: Sequence[Any], rounds: int) -> list
     found, w = [], list(words)
     for i in range(rounds):
         (low0, high0), (low1, high1) = _product(w[0], 0xD2511F53), _product(w[2], 0xCD9E8D57)
-        keys = [jnp.uint32(k) + jnp.uint32(i * step & 0xFFFFFFFF) for k, step in zip(key, (0x9E3779B9, 0xBB67AE85))]
+        steps = (i * step & 0xFFFFFFFF for step in (0x9E3779B9, 0xBB67AE85))
+        keys = [jnp.uint32(k) + jnp.uint32(step) for k, step in zip(key, steps, strict=True)]
         w = [high1 ^ w[1] ^ keys[0], low1, high0 ^ w[3] ^ keys[1], low0]
         found.append(w)
     return found

@@ -65,7 +65,7 @@ def program(text: str) -> Program:
 
 @functools.lru_cache(maxsize=512)
 def rows_of_buffers(text: str) -> tuple[int | None, ...]:
-    """Of each buffer, the dimension that q_idx by itself, and nothing else, names in every read; None: there is none."""
+    """Of each buffer, the dimension that q_idx by itself names in every read; None: there is none."""
     parsed = program(text)
     found: list[set[int] | None] = [None] * parsed.buffers
     for n in parsed.nodes:
@@ -113,9 +113,23 @@ def _by_nonzero(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
     return divided
 
 
+def _where_defined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where it is NaN it has no derivative: of a branch that is not taken none counts, but 0 * NaN would."""
+
+    def of(*operands: Any) -> Any:
+        found = lax.stop_gradient(function(*operands))
+        wrong = jnp.isnan(found)
+        return jnp.where(wrong, found, function(*(jnp.where(wrong, 0.5, x) for x in operands)))
+
+    return of
+
+
+_float_pow = _where_defined(lax.pow)
+
+
 def _pow(a: Any, b: Any) -> Any:
     if _is_float(a):
-        return lax.pow(*jnp.broadcast_arrays(a, b))
+        return _float_pow(*jnp.broadcast_arrays(a, b))
     result, base, left = jnp.ones_like(a + b), a + 0 * b, jnp.maximum(b, 0) + 0 * a
     for _ in range(63):  # of 64 bits; what is beyond the exponent's highest one multiplies by 1
         result = jnp.where(left & 1 == 1, result * base, result)
@@ -179,8 +193,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mod": _by_nonzero(jnp.remainder), "pow": _pow, "neg": jnp.negative, "abs": jnp.abs, "sign": jnp.sign,
     "square": jnp.square, "min": jnp.minimum, "max": jnp.maximum, "clamp": _clamp,
     "floor": _whole(jnp.floor), "ceil": _whole(jnp.ceil), "trunc": _whole(jnp.trunc), "round": _whole(jnp.round),
-    "sqrt": jnp.sqrt, "rsqrt": lax.rsqrt, "exp": jnp.exp, "exp2": jnp.exp2, "expm1": jnp.expm1, "log": jnp.log,
-    "log2": jnp.log2, "log1p": jnp.log1p, "tanh": jnp.tanh, "sigmoid": lax.logistic,
+    "sqrt": _where_defined(jnp.sqrt), "rsqrt": _where_defined(lax.rsqrt), "exp": jnp.exp, "exp2": jnp.exp2,
+    "expm1": jnp.expm1, "log": _where_defined(jnp.log), "log2": _where_defined(jnp.log2),
+    "log1p": _where_defined(jnp.log1p), "tanh": jnp.tanh, "sigmoid": lax.logistic,
     "silu": lambda a: a * lax.logistic(a), "relu": _relu,
     "gelu": lambda a: 0.5 * a * lax.erfc(-0.7071067811865476 * a), "gelu_tanh": _gelu_tanh, "erf": lax.erf,
     "sin": jnp.sin, "cos": jnp.cos, "tan": jnp.tan, "erfc": lax.erfc, "atan": jnp.arctan, "asin": jnp.arcsin,
@@ -257,7 +272,7 @@ class _Evaluation:
             return self.load(n) if part is None else part
         operands = [self.operand(x) for x in n.operands]
         if n.op in ("sum", "prod", "amax", "amin"):
-            axis, value = jnp.broadcast_arrays(*operands)
+            _, value = jnp.broadcast_arrays(*operands)
             return _reduced(n.op, value, self.dim(n.operands[0]))
         if n.op == "to_float":
             return operands[0].astype(self.values.dtype)
@@ -345,10 +360,9 @@ class _Evaluation:
 
         @applied.defjvp
         def rule(primals: Any, tangents: Any) -> Any:
-            results, _, given = primals
             with jax.enable_x64(True):
-                _, pull = jax.vjp(lambda u: received(u, given), [jnp.zeros_like(x) for x in results])
-                return results, pull(tangents[1])[0]
+                _, pull = jax.vjp(lambda u: received(u, primals[2]), [jnp.zeros_like(x) for x in primals[0]])
+                return applied(*primals), pull(tangents[1])[0]
 
         inputs = [jnp.broadcast_to(self.operand(x), full) for x in xs]
         results = [jnp.broadcast_to(self.operand(nodes[i].operands[0]), full) for i in customs]
