@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TESTS = "tests/python/jax/test_jax_flex_attention.py"
+TESTS = [f"tests/python/jax/test_jax_{name}.py" for name in ("flex_attention", "transforms", "programs")]
 
 
 def run(*command: object, **environment: str) -> None:
@@ -42,7 +42,7 @@ def main(version: str, *arguments: str) -> None:
         to.symlink_to(source)
     support = ROOT / "tests/python/support"
     how = {"FUSEGRAD_TORCH": "0", "PYTHONPATH": str(support)}
-    run(python, "-m", "pytest", "-q", "--noconftest", *(arguments or [TESTS]), **how)
+    run(python, "-m", "pytest", "-q", "--noconftest", *(arguments or TESTS), **how)
 
 
 if __name__ == "__main__":

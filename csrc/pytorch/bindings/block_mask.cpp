@@ -3,6 +3,7 @@
 #include "pytorch/bindings/score_mod.h"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
+#include "score_mod/text.h"
 
 namespace py = fusegrad::python;
 
@@ -32,18 +33,25 @@ class Buffers {
   std::vector<Buffer> buffers_;
 };
 
-// [(what it holds, the buffer that it is made of, how each index is taken, elements of a part, dimension)]
-auto bounds_buffers(const std::string& text, std::array<int64_t, 2> block, const std::vector<Given>& given) {
+// What the bounds read, [(what it holds, the buffer that it is made of, how each index is taken, elements of a part,
+// dimension)]; the texts of which blocks are listed and which are full; their scalars, [(what it is, buffer,
+// dimension)].
+auto bounds(const std::string& text, std::array<int64_t, 2> block, const std::vector<Given>& given) {
   constexpr const char* kContents[] = {"values", "table", "logarithms"};
   constexpr const char* kAxes[] = {"each", "part", "range", "whole"};
+  constexpr const char* kScalars[] = {"queries", "keys", "size"};
   const Buffers buffers(given);
+  const auto made = cached_block_bounds(text, block, buffers);
   std::vector<std::tuple<std::string, int, std::vector<std::string>, Sizes, int>> rows;
-  for (const BoundsBuffer& b : cached_block_bounds(text, block, buffers)->buffers) {
+  for (const BoundsBuffer& b : made->buffers) {
     std::vector<std::string> axes;
     for (const TableAxis axis : b.axes) axes.emplace_back(kAxes[static_cast<int>(axis)]);
     rows.emplace_back(kContents[static_cast<int>(b.content)], b.source, axes, b.parts, b.dimension);
   }
-  return rows;
+  std::vector<std::tuple<std::string, int, int>> scalars;
+  for (const BoundsScalar& s : made->scalars)
+    scalars.emplace_back(kScalars[static_cast<int>(s.content)], s.buffer, s.dimension);
+  return std::make_tuple(rows, std::vector<std::string>{print(made->listed), print(made->full)}, scalars);
 }
 
 // On this thread alone.
@@ -85,8 +93,9 @@ auto states(const std::string& text, std::array<int64_t, 2> block, std::array<in
 }  // namespace
 
 void bind_blocks(py::Module m) {
-  m.def("block_bounds", &bounds_buffers, py::arg("text"), py::arg("block"), py::arg("buffers"),
-        "What the bounds of a mask_mod read, see csrc/score_mod/block_bounds.h. buffers: [(address, (dtype, sizes))].");
+  m.def("block_bounds", &bounds, py::arg("text"), py::arg("block"), py::arg("buffers"),
+        "The bounds of a mask_mod, see csrc/score_mod/block_bounds.h: what they read, the texts of which blocks are "
+        "listed and which are full, and their scalars. buffers: [(address, (dtype, sizes))].");
   m.def("block_states", &states, py::arg("text"), py::arg("block"), py::arg("sizes"), py::arg("buffers"),
         py::arg("bounds"),
         "(batches, heads, states) of the blocks: 0 of none, 1 of some, 2 of all pairs; IndexError of a read out of "

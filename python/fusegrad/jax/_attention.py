@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from . import _attention_primitives as primitives
-from . import _check
+from . import (
+    _attention_second,  # noqa: F401  its rules
+    _check,
+)
 from ._attention_call import OP, Call, Text
 from ._attention_sharding import over_explicit_axes
 from ._block_mask import BlockMask
@@ -85,7 +88,7 @@ def flex_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as ``fusegrad.jax.flex_attention: what must hold, but got <value>``,
-            while the function is traced. A second derivative is a NotImplementedError.
+            while the function is traced.
         TraceError: where a function cannot be traced, or is too large for a kernel.
     """
     _check.value(OP, layout in ("BHSD", "BSHD"), "layout must be 'BHSD' or 'BSHD'", repr(layout))
@@ -195,11 +198,11 @@ def _mod(name: str, given: Any, trace: Callable[[Any], Mod], dtype: Any) -> Mod:
                 f"uint8 or bool, but got {x.dtype.name}{list(x.shape)}"
             )
         buffers.append(x)
-    return Mod(mod.text.replace("\n", ";"), tuple(buffers), tuple(mod.scalars))
+    return mod._replace(text=mod.text.replace("\n", ";"), buffers=tuple(buffers), scalars=tuple(mod.scalars))
 
 
 def _text(mod: Mod) -> Text:
-    return Text(mod.text, mod.scalars, len(mod.buffers))
+    return Text(mod.text, mod.scalars, len(mod.buffers), mod.own_derivatives)
 
 
 def _mask(given: Any, B: int, H: int, M: int, N: int) -> tuple[Mod, list[jax.Array], tuple[int, int]]:

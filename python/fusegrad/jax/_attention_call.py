@@ -31,6 +31,7 @@ class Text:
     text: str = ""
     scalars: tuple[int | float | bool, ...] = ()
     buffers: int = 0  # how many
+    own_derivatives: bool = False  # see Mod
 
 
 @dataclass(frozen=True)

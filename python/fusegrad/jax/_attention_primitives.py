@@ -72,12 +72,19 @@ def _count(call: Call) -> int:
     return call.inputs + call.mask_mod.buffers + call.lists + (call.dropout_p > 0)
 
 
-def _split(call: Call, args: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def split(call: Call, args: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """The arrays of a call, what its forward saved, and the rest."""
     n = _count(call)
     of_16_bits = getattr(args[0], "aval", args[0]).dtype.itemsize == 2
     end = n + 3 + 2 * call.max_scores + of_16_bits
     return list(args[:n]), list(args[n:end]), list(args[end:])
+
+
+def split_like(call: Call, args: Sequence[Any], of: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """What goes with each of the args, in the same parts."""
+    arrays, saved, _ = split(call, args)
+    n, end = len(arrays), len(arrays) + len(saved)
+    return list(of[:n]), list(of[n:end]), list(of[end:])
 
 
 # --- primitives -----------------------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ def _compiled(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Call
     return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
 
 
-def _primitive(name: str) -> Primitive:
+def primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *args, types, **params: types)
@@ -96,9 +103,9 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-forward_p = _primitive("fusegrad_flex_attention")
-tangents_p = _primitive("fusegrad_flex_attention_tangents")
-backward_p = _primitive("fusegrad_flex_attention_backward")
+forward_p = primitive("fusegrad_flex_attention")
+tangents_p = primitive("fusegrad_flex_attention_tangents")
+backward_p = primitive("fusegrad_flex_attention_backward")
 
 
 # --- derivatives ----------------------------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ def _forward_jvp(primals: Sequence[Any], given: Sequence[Any], *, call: Call, ty
 
 
 def _tangents_transpose(upstream: Sequence[Any], *args: Any, call: Call, has: Flags, types: Any) -> list[Any]:
-    arrays, saved, given = _split(call, args)
+    arrays, saved, given = split(call, args)
     having = tuple(type(g) is not ad.Zero for g in (*upstream, *[ad.Zero(None)] * 3)[:3])
     none = [None] * (len(arrays) + len(saved))
     if not any(having):
@@ -131,16 +138,9 @@ def _tangents_transpose(upstream: Sequence[Any], *args: Any, call: Call, has: Fl
     return [*none, *backward(call, arrays, saved, having, there, has)]
 
 
-def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
-    raise NotImplementedError(
-        f"{OP}: the gradient must not be differentiated a second time, but a second derivative is wanted"
-    )
-
-
 ad.primitive_jvps[forward_p] = _forward_jvp
-ad.primitive_jvps[tangents_p] = _refuse
-ad.primitive_jvps[backward_p] = _refuse
 ad.primitive_transposes[tangents_p] = _tangents_transpose
+# Of the other derivatives, see _attention_second.
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _tangents_batched(args: Sequence[Any], dims: Sequence[Any], *, call: Call, h
     if call.dropout_p > 0:
         return _one_by_one(tangents_p, args, dims, {"call": call, "has": has, "types": types})
     size = _size(args, dims)
-    (arrays, saved, given), (d, d_saved, d_given) = _split(call, args), _split_dims(call, args, dims)
+    (arrays, saved, given), (d, d_saved, d_given) = split(call, args), split_like(call, args, dims)
     folded, all_arrays = fold(call, arrays, d, size, has)
     saved = [fold_rows(x, i, size) for x, i in zip(saved, d_saved, strict=True)]
     own = all_arrays[0].shape[0] // size
@@ -185,12 +185,6 @@ def _tangents_batched(args: Sequence[Any], dims: Sequence[Any], *, call: Call, h
     return [unfold(x, size) for x in out], (0,) * len(out)
 
 
-def _split_dims(call: Call, args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    arrays, saved, _ = _split(call, args)
-    n, end = len(arrays), len(arrays) + len(saved)
-    return list(dims[:n]), list(dims[n:end]), list(dims[end:])
-
-
 def _backward_batched(
     args: Sequence[Any], dims: Sequence[Any], *, call: Call, having: Flags, wanted: Flags, types: Any
 ) -> Any:
@@ -198,7 +192,7 @@ def _backward_batched(
         params = {"call": call, "having": having, "wanted": wanted, "types": types}
         return _one_by_one(backward_p, args, dims, params)
     size = _size(args, dims)
-    (arrays, saved, upstream), (d, d_saved, d_upstream) = _split(call, args), _split_dims(call, args, dims)
+    (arrays, saved, upstream), (d, d_saved, d_upstream) = split(call, args), split_like(call, args, dims)
     folded, all_arrays = fold(call, arrays, d, size, wanted)
     saved = [fold_rows(x, i, size) for x, i in zip(saved, d_saved, strict=True)]
     upstream = [fold_rows(x, i, size) for x, i in zip(upstream, d_upstream, strict=True)]
@@ -271,7 +265,7 @@ def _custom_call(
     return out[: len(avals_out)]
 
 
-def _is_for_several_devices(ctx: Any) -> bool:
+def is_for_several_devices(ctx: Any) -> bool:
     """Whether XLA's partitioner will see the program. Within shard_map it will not."""
     axes = ctx.module_context.axis_context
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices > 1 and axes.device_assignment is not None
@@ -283,7 +277,7 @@ def _with_more(flags: Flags, call: Call, local: Call) -> Flags:
 
 
 def _forward_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, types: Any) -> Any:
-    if _is_for_several_devices(ctx):
+    if is_for_several_devices(ctx):
 
         def part(parts: Parts, mine: Sequence[jax.Array]) -> Any:
             return forward(*parts.local(call, mine))
@@ -298,16 +292,16 @@ def _forward_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, types: A
 def _tangents_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, has: Flags, types: Any) -> Any:
     if call.max_scores:
         raise NotImplementedError(f"{OP}: max_scores must not be asked for in forward mode, but is")
-    (avals, saved, given), n = _split(call, ctx.avals_in), _count(call)
-    if _is_for_several_devices(ctx):
+    (avals, saved, given), n = split(call, ctx.avals_in), _count(call)
+    if is_for_several_devices(ctx):
 
         def part(parts: Parts, mine: Sequence[jax.Array]) -> Any:
-            arrays, kept, moving = _split(call, mine)
+            arrays, kept, moving = split(call, mine)
             local, full = parts.local(call, arrays)
             return tangents(local, full, kept, _with_more(has, call, local), moving)
 
         def whole(*mine: jax.Array) -> Any:
-            arrays, kept, moving = _split(call, mine)
+            arrays, kept, moving = split(call, mine)
             return tangents(call, arrays, kept, has, moving)
 
         places = [i for i, h in enumerate(has) if h]
@@ -324,23 +318,23 @@ def _tangents_lowering(cuda: bool, ctx: Any, *operands: Any, call: Call, has: Fl
 def _backward_lowering(
     cuda: bool, ctx: Any, *operands: Any, call: Call, having: Flags, wanted: Flags, types: Any
 ) -> Any:
-    if _is_for_several_devices(ctx):
-        avals, saved_avals, given_avals = _split(call, ctx.avals_in)
+    if is_for_several_devices(ctx):
+        avals, saved_avals, given_avals = split(call, ctx.avals_in)
 
         def part(parts: Parts, mine: Sequence[jax.Array]) -> Any:
-            arrays, kept, given = _split(call, mine)
+            arrays, kept, given = split(call, mine)
             local, full = parts.local(call, arrays)
             return backward(local, full, kept, having, given, _with_more(wanted, call, local))
 
         def whole(*mine: jax.Array) -> Any:
-            arrays, kept, given = _split(call, mine)
+            arrays, kept, given = split(call, mine)
             return backward(call, arrays, kept, having, given, wanted)
 
         others = [(x, None) for x in (*saved_avals, *given_avals)]
         places = [i for i, w in enumerate(wanted) if w]
         run = partitioned(call, whole, part, avals, others, list(zip(ctx.avals_out, places, strict=True)))
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
-    arrays, saved, upstream = _split(call, _with_avals(ctx.avals_in, operands))
+    arrays, saved, upstream = split(call, _with_avals(ctx.avals_in, operands))
     out, lse, *more = saved
     maxima, low = more[: 2 * call.max_scores], more[2 * call.max_scores :]
     given = [*arrays, out, lse, *low, *(maxima if having[2] else []), *upstream]

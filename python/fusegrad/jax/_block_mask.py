@@ -13,18 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from fusegrad._C import score_mod as language
 
-from ._block_states import states_by_bounds
+from ._block_states import bounds_within, states_by_bounds
 from ._score_mod import Mod, trace_mask_mod
 
 __all__ = ["BlockMask", "block_mask_from_dense", "block_mask_from_torch", "create_block_mask", "varlen_mask"]
 
 _DEFAULT_BLOCK = 128
 _PAIRS = 1 << 22
-"""Of tracers about so many pairs are asked at a time."""
+"""Of tracers at most so many pairs are asked at a time, or those of one block."""
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -78,8 +77,8 @@ def create_block_mask(
     """Makes a :class:`BlockMask` of a mask_mod, with the lists that PyTorch's ``create_block_mask`` makes.
 
     The mask_mod may capture arrays and tracers. The call may stand within ``jit``, ``vmap`` and the like, and what it
-    makes may cross them. Where what it captures has values, bounds of the mask_mod over whole blocks decide most of
-    them, and pairs are asked where these do not; of tracers all pairs are asked, some rows of blocks at a time.
+    makes may cross them. Bounds of the mask_mod over whole blocks decide most of them, and pairs are asked where these
+    do not: on the host where what it captures has values, else within the program.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, of scalars.
@@ -109,7 +108,7 @@ def _made(op: str, mask_mod: Callable[..., Any], sizes: tuple[int, ...], block: 
     else:
         asked = [of for operation, _, of, _ in language.parse(mod.text).nodes() if operation == "input"]
         asked_sizes = [n if name in asked else min(n, 1) for name, n in zip(("b", "h"), sizes, strict=False)]
-        any_pair, full = _states(mask_mod, (*asked_sizes, *sizes[2:]), block)
+        any_pair, full = _states(mask_mod, mod, (*asked_sizes, *sizes[2:]), block)
         partial = any_pair & ~full
     library: Any = jnp if states is None else np
     shape = (*sizes[:2], *partial.shape[2:])  # 1 batch or head of what the mask_mod does not ask
@@ -130,31 +129,43 @@ def _listed(partial: Any, full: Any, mod: Mod, block: tuple[int, int], lengths: 
 
 
 def _states(
-    mask_mod: Callable[..., Any], sizes: tuple[int, ...], block: tuple[int, int]
+    mask_mod: Callable[..., Any], mod: Mod, sizes: tuple[int, ...], block: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
     """Of each block, [B, H, rows, columns], whether any and whether all of its pairs take part. One that ends beyond
-    the queries or keys has pairs that do not."""
+    the queries or keys has pairs that do not. Pairs are asked, some blocks at a time, where bounds do not decide."""
     batches, heads, queries, keys = sizes
     rows, columns = -(-queries // block[0]), -(-keys // block[1])
-    kv = jnp.arange(columns * block[1], dtype=jnp.int32)
-
-    def of_row(place: jax.Array) -> tuple[jax.Array, jax.Array]:
-        b, h, row = place // (heads * rows), place // rows % heads, place % rows
-        q = row * block[0] + jnp.arange(block[0], dtype=jnp.int32)
-        # What lies beyond reads what the last ones read.
-        of_keys = jax.vmap(mask_mod, in_axes=(None, None, None, 0), out_axes=0)
-        of_pairs = jax.vmap(of_keys, in_axes=(None, None, 0, None), out_axes=0)
-        found = of_pairs(b, h, jnp.minimum(q, queries - 1), jnp.minimum(kv, keys - 1))
-        found = (found & (q < queries)[:, None] & (kv < keys)).reshape(block[0], columns, block[1])
-        return found.any((0, 2)), found.all((0, 2))
-
+    shape = (batches, heads, rows, columns)
+    count = batches * heads * rows * columns
     if 0 in sizes:
-        nothing = jnp.zeros((batches, heads, rows, columns), bool)
-        return nothing, nothing
-    at_a_time = max(1, _PAIRS // (block[0] * kv.size))
-    found = lax.map(of_row, jnp.arange(batches * heads * rows, dtype=jnp.int32), batch_size=at_a_time)
-    any_pair, all_pairs = (x.reshape(batches, heads, rows, columns) for x in found)
-    return any_pair, all_pairs
+        return jnp.zeros(shape, bool), jnp.zeros(shape, bool)
+    some, all_pairs = (x.reshape(-1) for x in bounds_within(mod, sizes, block))
+    open_ones = some & ~all_pairs
+    at_a_time = min(max(1, _PAIRS // (block[0] * block[1])), count)
+    (order,) = jnp.nonzero(open_ones, size=count + at_a_time, fill_value=count)
+    of_keys = jax.vmap(mask_mod, in_axes=(None, None, None, 0))
+    of_pairs = jax.vmap(of_keys, in_axes=(None, None, 0, None))
+
+    def of_block(place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        b, h, row, column = jnp.unravel_index(place, shape)
+        q = row * block[0] + jnp.arange(block[0], dtype=jnp.int32)
+        kv = column * block[1] + jnp.arange(block[1], dtype=jnp.int32)
+        # What lies beyond reads what the last ones read.
+        found = of_pairs(b, h, jnp.minimum(q, queries - 1), jnp.minimum(kv, keys - 1))
+        found = found & (q < queries)[:, None] & (kv < keys)
+        return found.any(), found.all()
+
+    def ask(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first, some, all_pairs = state
+        blocks = jax.lax.dynamic_slice_in_dim(order, first, at_a_time).astype(jnp.int32)
+        any_found, all_found = jax.vmap(of_block)(jnp.minimum(blocks, count - 1))
+        put = lambda x, of: x.at[blocks].set(of, mode="drop")  # noqa: E731
+        return first + at_a_time, put(some, any_found), put(all_pairs, all_found)
+
+    left = open_ones.sum(dtype=jnp.int32)
+    first = jnp.zeros_like(left)
+    _, some, all_pairs = jax.lax.while_loop(lambda s: s[0] < left, ask, (first, some, all_pairs))
+    return some.reshape(shape), all_pairs.reshape(shape)
 
 
 def block_mask_from_dense(mask: Any, BLOCK_SIZE: int | tuple[int, int] = _DEFAULT_BLOCK) -> BlockMask:

@@ -29,6 +29,8 @@ class Mod(NamedTuple):
     """What the text calls @0, @1, ..., in order: arrays, or tracers of what surrounds the call."""
     scalars: tuple[float | int | bool, ...]
     """What it calls $0, $1, ..."""
+    own_derivatives: bool = False
+    """Whether it has functions with a derivative that the user wrote: the text does not say what that depends on."""
 
 
 def trace_score_mod(
@@ -89,7 +91,7 @@ def _trace(
         raise located(long, op, kind) from None
     except (Refused, OneByOne, ValueError) as error:
         raise located(error, op, kind) from (None if isinstance(error, Refused) else error)
-    return Mod(text, tuple(t.buffers[i] for i in buffers), ())
+    return Mod(text, tuple(t.buffers[i] for i in buffers), (), t.own_derivatives)
 
 
 def _jaxpr(kind: str, function: Any, types: Sequence[Any], op: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from fusegrad.jax import _block_mask as bm  # noqa: E402
+from fusegrad.jax._block_states import bounds_within  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from jax_score_mods import CASES, Case, over_all_pairs  # noqa: E402
@@ -60,12 +62,12 @@ def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: p
     mask_mod = mask_of(case)
     if traced:
         monkeypatch.setattr(bm, "states_by_bounds", lambda *_: None)
-        monkeypatch.setattr(bm, "_PAIRS", 400)  # two rows of the smaller blocks at a time
+        monkeypatch.setattr(bm, "_PAIRS", 400)  # some of the smaller blocks at a time
     check(bm.create_block_mask(mask_mod, *SIZES, BLOCK_SIZE=block), over_all_pairs(mask_mod, SIZES))
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from(["int32", "int8", "uint8", "float32", "bfloat16", "bool"]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
     """Of random captured tables, read at indices with ranges."""
     generator = np.random.default_rng(seed)
@@ -80,8 +82,33 @@ def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
 
     mod = bm.trace_mask_mod(mask_mod, sizes=sizes)
     states = bm.states_by_bounds("test", mod, sizes, block)
-    any_pair, all_pairs = bm._states(mask_mod, sizes, block)
+    any_pair, all_pairs, some, known = jax.jit(
+        lambda: (*bm._states(mask_mod, mod, sizes, block), *bounds_within(mod, sizes, block))
+    )()
     np.testing.assert_array_equal(np.broadcast_to(states, any_pair.shape), any_pair.astype(int) + all_pairs)
+    assert bool((some | ~any_pair).all()) and bool((all_pairs | ~known).all())
+
+
+def test_pairs_of_few_blocks_are_asked_within_jit() -> None:
+    """Of packed sequences, those at their ends and on the diagonal: all pairs would be minutes of a CPU."""
+    S = 8192
+    ends = np.array([0, 700, 3000, 3001, 8000, S])
+    of = jnp.asarray(np.searchsorted(ends, np.arange(S), side="right") - 1, jnp.int32)
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any, of: jax.Array) -> Any:
+        return (of[q] == of[kv]) & (q >= kv)
+
+    def make(of: jax.Array) -> Any:
+        given = functools.partial(mask_mod, of=of)
+        mod = bm.trace_mask_mod(given, sizes=(None, None, S, S))
+        some, known = bounds_within(mod, (1, 1, S, S), (128, 128))
+        return bm.create_block_mask(given, None, None, S, S), (some & ~known).sum()
+
+    made, open_blocks = jax.jit(make)(of)
+    right = bm.create_block_mask(functools.partial(mask_mod, of=of), None, None, S, S)
+    for got, wanted in zip(listed(made), listed(right), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert int(open_blocks) < 200 < (S // 128) ** 2
 
 
 def test_promises_that_are_not_kept() -> None:

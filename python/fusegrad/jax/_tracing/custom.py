@@ -42,6 +42,7 @@ def custom_call(t: Trace, equation: Any, operands: list[Value], interpret: Inter
     inner = _called(equation, operands)
     jaxpr = getattr(inner, "jaxpr", inner)
     values = interpret(t, inner, operands)
+    t.own_derivatives |= not of_jax(jaxpr)
     if t.in_backward:
         # The language has no derivative of one's own by an upstream gradient: it is that of what is computed.
         return values

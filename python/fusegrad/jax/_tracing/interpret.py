@@ -191,12 +191,16 @@ def _inlined(name: str, params: Any) -> Any:
 
 def _of_whole(t: Trace, name: str, inner: Any, operands: list[Value], equation: Any) -> list[Value] | None:
     """What a function of jax.numpy is in one operation, where it is made of several: floor_divide and remainder of
-    integers, of which the planners of kernels know something."""
+    integers, of which the planners of kernels know something, and hypot, whose own derivative no other knows."""
     if name not in ("jit", "pjit") or len(operands) != 2:
         return None
     function = equation.params.get("name")
     primitive = {"floor_divide": "floor_div", "remainder": "mod"}.get(function)
     aval = equation.outvars[0].aval
+    if function == "hypot" and of_jax(_opened(inner)[0], function):
+        if all(isinstance(x, Known) for x in operands) or any(x.shape not in ((), aval.shape) for x in operands):
+            return None
+        return [Value(t, aval.shape, aval.dtype, _both(t, function, operands), equation)]
     if primitive is None or not jax.numpy.issubdtype(aval.dtype, jax.numpy.integer):
         return None
     integers = all(jax.numpy.issubdtype(x.dtype, jax.numpy.integer) for x in operands)
@@ -216,6 +220,10 @@ def _of_whole(t: Trace, name: str, inner: Any, operands: list[Value], equation: 
         return general.at(index)
 
     return [Value(t, aval.shape, aval.dtype, rule, equation)]
+
+
+def _both(t: Trace, primitive: str, operands: list[Value]) -> Rule:
+    return lambda index: t.g.apply(primitive, *(x.at(index if x.shape else ()) for x in operands))
 
 
 _Call = Callable[[Trace, Any, list[Value], Interpret], list[Value]]

@@ -35,6 +35,8 @@ class Trace:
         self.known: dict[int, Bounds] = {}
         """What is known of terms' values beside what the graph says."""
         self.in_backward = False
+        self.own_derivatives = False
+        """Whether there are functions with a derivative that the user wrote."""
         for name, size in zip(("b", "h", "q_idx", "kv_idx"), sizes or (), strict=False):
             if size is not None:
                 self.known[self.g.input(name)] = (0, max(size - 1, 0))
