@@ -24,6 +24,8 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, support);
   /// Permission to overwrite the input with its gradient.
   TORCH_ARG(bool, inplace) = false;
+  /// linear_weight, linear_bias and the columns of class probabilities are a part of the vocabulary's.
+  TORCH_ARG(std::optional<VocabParallel>, vocab_parallel);
   /// float32 (the default): the weight's gradient accumulates in float32. The weight's own low-precision dtype: it
   /// accumulates in that, chunk by chunk, which saves 4 * V * H bytes and costs accuracy (docs/guarantees.md).
   TORCH_ARG(std::optional<at::ScalarType>, accumulate_dtype);
