@@ -2,7 +2,7 @@
 
 The derivatives of the latter two are those of the composition in _attention_composite.py. Under vmap each is one call
 over a larger batch. Of a row with scores s, weights p = exp(s - lse) and tangents ds of its scores: d lse = sum p ds,
-and d out = sum p (ds - d lse) v + sum p dv. See docs/transforms.md.
+and d out = sum p (ds - d lse) v + sum p dv. See docs/design/transforms.md.
 """
 
 from __future__ import annotations
