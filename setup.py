@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).parent
 DEFAULT_TORCH = "2.11.0"  # where the environment has none
-OPTIONS = [f"FUSEGRAD_{name}" for name in ("CUDA", "CUDA_ARCHS", "NVCC", "JAX", "UNITY", "TORCHES", "MANYLINUX")]
+OPTIONS = [f"FUSEGRAD_{x}" for x in ("CUDA", "CUDA_ARCHS", "NVCC", "JAX", "JAXLIB", "UNITY", "TORCHES", "MANYLINUX")]
 
 
 def outer_environment() -> dict[str, str]:
