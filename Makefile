@@ -159,11 +159,12 @@ build/jaxlibs/%/jaxlib/version.py: tools/fetch_headers.py $(VENV)/.made
 
 wheel: $(foreach version,$(TORCHES),$(call folder_of,$(version))/version.py) $(VENV)/.installed-build $(VENV)/.installed-wheel \
   $(addsuffix /version.py,$(WHEEL_JAXLIB:$(CURDIR)/%=%))
-	rm -rf build/lib.* build/bdist.* $(BUILD)/wheel dist/*.whl
-	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' FUSEGRAD_JAXLIB='$(WHEEL_JAXLIB)' FUSEGRAD_MANYLINUX=ON \
-	  FUSEGRAD_BUILD_DIR=$(BUILD) MAX_JOBS=$(JOBS) \
+	rm -rf $(BUILD)/wheel dist/*.whl
+	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  CMAKE_ARGS="$(CMAKE_OPTIONS) -DFUSEGRAD_TORCHES='$(WHEEL_TORCHES)' -DFUSEGRAD_JAXLIB='$(WHEEL_JAXLIB)' \
+	    -DFUSEGRAD_MANYLINUX=ON -DFUSEGRAD_TESTS=OFF" \
 	  $(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-build-isolation --no-deps \
-	  --wheel-dir $(BUILD)/wheel .
+	  --config-settings build-dir=$(BUILD) --wheel-dir $(BUILD)/wheel .
 	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) --plat $(MANYLINUX) \
 	  --only-plat --wheel-dir dist $(BUILD)/wheel/*.whl
 	rm -f $(BUILD)/options  # so that `make build` configures anew
@@ -208,10 +209,8 @@ docs: build $(VENV)/.installed-docs
 	command -v doxygen >/dev/null || { echo "doxygen is missing (Debian, Ubuntu: apt-get install doxygen)" >&2; exit 1; }
 	mkdir -p $(BUILD)/doxygen
 	(cat docs/Doxyfile; echo "OUTPUT_DIRECTORY = $(BUILD)/doxygen") | doxygen -
-	DOXYGEN_XML=$(CURDIR)/$(BUILD)/doxygen/xml $(BIN)/sphinx-build -q -b html docs site
+	DOXYGEN_XML=$(CURDIR)/$(BUILD)/doxygen/xml $(BIN)/sphinx-build -q -W --keep-going -b html docs site
 	@echo "Open site/index.html"
 
 clean:
-	rm -rf build dist site .venv .venv-* python/fusegrad.egg-info
-	rm -rf python/fusegrad/lib python/fusegrad/include python/fusegrad/share python/fusegrad/_build.py
-	rm -f python/fusegrad/_C.*.so
+	rm -rf build dist site .venv .venv-*

@@ -3,7 +3,7 @@
 On CUDA forward and backward are timed each for itself: harness/attention_cuda.py. What follows is the CPU's, all of
 it causal. The floor is the arithmetic of a forward's two products over the causal half of the scores, as one large
 product; a step with its backward has seven. Names that end in "forward" compute no gradients; those with a class letter
-capture a buffer, see docs/score_mod.md, and "frozen" ones want no gradient for it.
+capture a buffer, see docs/design/score_mod.md, and "frozen" ones want no gradient for it.
 
     python benchmarks/flex_attention.py [--device cpu] [--quick] [--output benchmarks/results]
 """

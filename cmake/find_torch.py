@@ -2,11 +2,18 @@
 the folders that are named, a line each, or of this Python's torch."""
 
 import importlib.util
+import os
 import pathlib
 import runpy
+import subprocess
 import sys
 
 folders = [pathlib.Path(name) for name in sys.argv[1:]]
+if not folders and "pip-build-env" in os.environ.get("PYTHONPATH", ""):
+    # pip's isolated build hides the packages of the environment that it installs into, torch among them.
+    outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    if subprocess.run([sys.executable, __file__], env=outside).returncode == 0:
+        sys.exit(0)
 if not folders:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -5,7 +5,7 @@
     python examples/distil_lm.py --demo
 
 Without --teacher, a teacher is trained first. --demo distils with eager and with fusegrad from one seed, each
-in a process of its own, and compares them. See docs/demo.md.
+in a process of its own, and compares them. See examples/README.md.
 """
 
 import argparse

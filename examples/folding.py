@@ -3,7 +3,7 @@
     python examples/folding.py                      # fusegrad, dense attention, and no triangles; a picture in demo/
     python examples/folding.py --attention fusegrad
 
-Needs the structures in OpenFold 3's wheel (`pip install --no-deps openfold3`). See docs/folding.md.
+Needs the structures in OpenFold 3's wheel (`pip install --no-deps openfold3`). See docs/learned_biases.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/graph_transformer.py                      # fusegrad, dense attention, and no biases; a picture
     python examples/graph_transformer.py --attention fusegrad
 
-Needs RDKit (`pip install rdkit`), which brings the molecules. See docs/graph_transformer.md.
+Needs RDKit (`pip install rdkit`), which brings the molecules. See examples/README.md.
 """
 
 from __future__ import annotations

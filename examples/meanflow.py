@@ -5,7 +5,7 @@
     python examples/meanflow.py --quick        # a few steps of a tiny model, to see that it runs
 
 The algorithm is that of "Mean Flows for One-step Generative Modeling" (Geng et al. 2025, arXiv:2505.13447), written
-from its formulas. Needs scikit-learn (`pip install scikit-learn`), which brings the digits. See docs/meanflow.md.
+from its formulas. Needs scikit-learn (`pip install scikit-learn`), which brings the digits. See examples/README.md.
 """
 
 from __future__ import annotations

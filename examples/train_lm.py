@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --attention fusegrad --distributed fsdp --context-parallel 2
 
 The text is Python's own standard library unless --data names a file or a folder. --demo trains with every
-loss from one seed, each in a process of its own, and compares them. See docs/demo.md.
+loss from one seed, each in a process of its own, and compares them. See examples/README.md.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/triangle_attention.py                      # fusegrad, dense attention, and no biases; a picture
     python examples/triangle_attention.py --attention fusegrad
 
-Needs RDKit (`pip install rdkit`), which brings the molecules. See docs/triangle_attention.md.
+Needs RDKit (`pip install rdkit`), which brings the molecules. See examples/README.md.
 """
 
 from __future__ import annotations

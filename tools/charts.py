@@ -1,60 +1,36 @@
-"""The charts of README and docs, from benchmarks/results/*.json: docs/charts/*.svg, each legible at 400 pixels.
+"""The charts of README and docs, from benchmarks/results/*.json: docs/charts/*-light.svg and *-dark.svg.
 
-Called by tools/performance.py.
+`charts` gives what each one shows, `draw` renders it with matplotlib. A chart's metadata has its data and a digest of
+this file, so that tools/performance.py can tell a stale chart without drawing: rendered bytes differ between machines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+import hashlib
+import json
+from collections.abc import Iterable
+from html import unescape
+from pathlib import Path
 from typing import Any
 
 Document = dict[str, Any]
+Data = dict[str, Any]
 
-WIDTH = 400
-OURS, PEERS = "#b3261e", ("#33608c", "#7da0c4", "#a9a9a9", "#cfcfcf")
-INK, QUIET, PAPER = "#1f1f1f", "#666666", "#ffffff"
-
-
-class Drawing:
-    """SVG elements, from the top down; `y` is where the next one goes."""
-
-    def __init__(self, title: str, notes: Sequence[str]) -> None:
-        self.parts: list[str] = []
-        self.y = 22.0
-        self.text(10, title, 15, weight="bold")
-        for note in notes:
-            self.y += 16
-            self.text(10, note, 12, QUIET)
-        self.y += 12
-        self.title = title
-
-    def text(self, x: float, text: str, size: int = 12, color: str = INK, anchor: str = "start", **more: str) -> None:
-        weight = f' font-weight="{more["weight"]}"' if "weight" in more else ""
-        place = f'x="{x:.1f}" y="{self.y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}'
-        self.parts.append(f"<text {place}>{escape(text)}</text>")
-
-    def bar(self, x: float, y: float, width: float, height: float, color: str) -> None:
-        box = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{max(height, 1):.1f}"'
-        self.parts.append(f'<rect {box} fill="{color}"/>')
-
-    def legend(self, names: Sequence[str], colors: Sequence[str]) -> None:
-        x = 10.0
-        self.y += 8
-        for name, color in zip(names, colors, strict=True):
-            if x + 20 + 6.6 * len(name) > WIDTH:
-                x, self.y = 10.0, self.y + 17
-            self.bar(x, self.y - 9, 10, 10, color)
-            self.text(x + 14, name)
-            x += 26 + 6.4 * len(name)
-        self.y += 8
-
-    def svg(self) -> str:
-        height = round(self.y + 8)
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        head += f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
-        paper = f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>'
-        return "\n".join([head, f"<title>{escape(self.title)}</title>", paper, *self.parts, "</svg>"]) + "\n"
+THEMES = {
+    "light": {
+        "ink": "#1f2328",
+        "quiet": "#59636e",
+        "ours": "#b3261e",
+        "peers": ("#33608c", "#7da0c4", "#a0a7af", "#c9ced4"),
+    },
+    "dark": {
+        "ink": "#e6edf3",
+        "quiet": "#9198a1",
+        "ours": "#ff6b5e",
+        "peers": ("#6ea8dc", "#44709c", "#7d858e", "#565d66"),
+    },
+}
+WIDTH = 4.8  # inches: legible on a phone
 
 
 def results(document: Document, **sizes: int) -> dict[str, dict[str, Any]]:
@@ -71,6 +47,12 @@ def teraflops(sizes: dict[str, int], work: str, kind: str, ms: float) -> float:
     return operations * (2.5 if work == "backward" else 1) / (1 if kind == "plain" else 2) / ms / 1e9
 
 
+def dates(documents: Iterable[Document]) -> str:
+    """The first and the last day of some runs."""
+    days = sorted({document["date"][:10] for document in documents})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
 PEERS_OF_ATTENTION = {
     "fusegrad": "fusegrad",
     "fa4": "FlashAttention 4",
@@ -78,32 +60,6 @@ PEERS_OF_ATTENTION = {
     "flash": "FlashAttention-2",
     "compile": "compiled flex_attention",
 }
-
-
-def attention(flex: Document) -> str:
-    """Columns of TFLOP/s by head size, forward above backward."""
-    drawing = Drawing("Attention, TFLOP/s by head size", ["causal, 4096 tokens, bfloat16, one H200; higher is faster"])
-    drawing.legend(list(PEERS_OF_ATTENTION.values()), [OURS, *PEERS])
-    column, height, top = 20.0, 120.0, 800.0
-    for work in ("forward", "backward"):
-        drawing.y += 20
-        drawing.text(10, work, 13, weight="bold")
-        base = drawing.y + height + 14
-        for place, head_size in enumerate((64, 128, 256)):
-            case = next(c for c in flex["cases"] if c["sizes"]["D"] == head_size and c["sizes"]["S"] == 4096)
-            found = {one["name"]: one for one in case["results"]}
-            left = 16 + place * 128
-            for i, name in enumerate(PEERS_OF_ATTENTION):
-                reached = teraflops(case["sizes"], work, "causal", found[f"{name} causal {work}"]["ms"])
-                tall = height * reached / top
-                drawing.bar(left + i * column, base - tall, column - 3, tall, [OURS, *PEERS][i])
-                drawing.y = base - tall - 4
-                drawing.text(left + i * column + (column - 3) / 2, f"{reached:.0f}", 10, INK if i else OURS, "middle")
-            drawing.y = base + 15
-            drawing.text(left + 2.5 * column, f"head size {head_size}", 12, anchor="middle")
-    return drawing.svg()
-
-
 CLASSES = {
     "A scale[h]": "scale[h]",
     "B bias[kv]": "bias[kv]",
@@ -113,76 +69,291 @@ CLASSES = {
     "F table[kind[q, kv]]": "table[kind[q, kv]], small",
     "G table[place[q, kv]]": "table[place[q, kv]], large",
 }
-
-
-def biases(flex: Document) -> str:
-    """The backward with a captured tensor's gradient, over the same backward without that gradient."""
-    notes = [
-        "time of the backward, in multiples of the same backward",
-        "with that tensor frozen; head size 128, one H200",
-    ]
-    drawing = Drawing("What a learned bias costs", notes)
-    found = results(flex, D=128, S=4096)
-    for name, label in CLASSES.items():
-        ratio = found[f"fusegrad {name} backward"]["ms"] / found[f"fusegrad {name} frozen backward"]["ms"]
-        drawing.y += 24
-        drawing.text(10, label)
-        drawing.bar(170, drawing.y - 12, 100, 15, PEERS[0])
-        drawing.bar(270, drawing.y - 12, 100 * (ratio - 1), 15, OURS)
-        drawing.text(276 + 100 * (ratio - 1), f"{ratio:.2f}")
-    drawing.y += 18
-    drawing.legend(["without its gradient", "the gradient"], [PEERS[0], OURS])
-    return drawing.svg()
-
-
-LOSSES = {
+# Of each op the size, and the implementations in their order with the names that readers know.
+LOSSES: dict[str, tuple[str, dict[str, int], dict[str, str]]] = {
     "cross_entropy": (
         "cross entropy",
         {"N": 8192, "V": 128256},
-        ("fusegrad inplace", "fusegrad", "liger", "compile", "eager"),
+        {"fusegrad": "fusegrad", "quack": "quack", "compile": "torch.compile", "eager": "PyTorch"},
     ),
     "linear_cross_entropy": (
         "linear cross entropy",
         {"N": 8192, "H": 4096, "V": 128256},
-        ("fusegrad lean <=2068 MiB", "fusegrad", "liger chunk_mem=16", "compile", "eager"),
+        {
+            "fusegrad lean <=2068 MiB": "fusegrad, lean",
+            "liger chunk_mem=16": "Liger",
+            "compile": "torch.compile",
+            "eager": "PyTorch",
+        },
     ),
-    "jsd": ("JSD", {"N": 8192, "V": 128256}, ("fusegrad inplace", "fusegrad", "liger", "compile", "eager")),
+    "jsd": (
+        "JSD",
+        {"N": 8192, "V": 128256},
+        {"fusegrad": "fusegrad", "liger": "Liger", "compile": "torch.compile", "eager": "PyTorch"},
+    ),
     "linear_jsd": (
         "linear JSD",
         {"N": 8192, "V": 128256},
-        ("fusegrad lean", "fusegrad", "liger", "compile", "eager"),
+        {"fusegrad lean": "fusegrad, lean", "liger": "Liger", "compile": "torch.compile", "eager": "PyTorch"},
     ),
 }
-SHORT = {"liger chunk_mem=16": "liger", "fusegrad lean <=2068 MiB": "fusegrad lean"}
+HEADS = {
+    "fusegrad lean": "fusegrad, lean",
+    "fusegrad": "fusegrad",
+    "compile": "torch.compile",
+    "eager": "PyTorch",
+}
 
 
-def losses(documents: dict[str, Document]) -> str:
-    """A pair of bars a row: time and peak memory."""
-    notes = ["forward and backward, 8192 tokens, 128256 classes,", "bfloat16, one H200; shorter is better"]
-    drawing = Drawing("Losses: time and memory", notes)
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def losses(documents: dict[str, Document]) -> Data:
+    rows = {}
     for op, (label, sizes, names) in LOSSES.items():
         found = results(documents[op], **sizes)
-        drawing.y += 20
-        drawing.text(10, label, 13, weight="bold")
-        drawing.text(152, "ms", 12, QUIET)
-        drawing.text(262, "GiB above the inputs", 12, QUIET)
-        longest = max(found[name]["ms"] for name in names)
-        largest = max(found[name]["peak_mib"] for name in names)
-        for name in names:
-            drawing.y += 17
-            one, color = found[name], OURS if name.startswith("fusegrad") else PEERS[1]
-            drawing.text(10, SHORT.get(name, name), 12, OURS if name.startswith("fusegrad") else INK)
-            for left, share, value in (
-                (116, one["ms"] / longest, f"{one['ms']:.3g}"),
-                (262, one["peak_mib"] / largest, f"{one['peak_mib'] / 1024:.1f}"),
-            ):
-                drawing.bar(left, drawing.y - 10, 96 * share, 12, color)
-                drawing.text(left + 96 * share + 4, value)
-        drawing.y += 8
-    return drawing.svg()
+        rows[label] = {shown: [found[name]["ms"], found[name]["peak_mib"] / 1024] for name, shown in names.items()}
+    return {
+        "title": "Forward and backward, 8192 tokens, 128256 classes",
+        "note": f"bfloat16, one H200, {dates(documents[op] for op in LOSSES)}; lean: bfloat16 accumulation",
+        "rows": rows,
+    }
 
 
-def charts(documents: dict[str, Document]) -> dict[str, str]:
-    """File name and text of each chart."""
-    flex = documents["flex_attention"]
-    return {"attention.svg": attention(flex), "learned_biases.svg": biases(flex), "losses.svg": losses(documents)}
+def attention(documents: dict[str, Document]) -> Data:
+    """TFLOP/s by head size, forward and backward."""
+    flex, rows = documents["flex_attention"], {}
+    for work in ("forward", "backward"):
+        for head_size in (64, 128, 256):
+            case = next(c for c in flex["cases"] if c["sizes"]["D"] == head_size and c["sizes"]["S"] == 4096)
+            found = {one["name"]: one for one in case["results"]}
+            rows[f"{work}\nhead size {head_size}"] = {
+                shown: teraflops(case["sizes"], work, "causal", found[f"{name} causal {work}"]["ms"])
+                for name, shown in PEERS_OF_ATTENTION.items()
+            }
+    return {
+        "title": "Causal attention, TFLOP/s: higher is faster",
+        "note": f"4096 tokens, bfloat16, one H200, {dates([flex])}",
+        "rows": rows,
+    }
+
+
+def biases(documents: dict[str, Document]) -> Data:
+    """The backward with a captured tensor's gradient, over the same backward without that gradient."""
+    found = results(documents["flex_attention"], D=128, S=4096)
+    rows = {
+        label: found[f"fusegrad {name} backward"]["ms"] / found[f"fusegrad {name} frozen backward"]["ms"]
+        for name, label in CLASSES.items()
+    }
+    return {
+        "title": "The backward's time with the gradient of a bias",
+        "note": f"over the time with that bias frozen; head size 128, one H200, {dates([documents['flex_attention']])}",
+        "rows": rows,
+    }
+
+
+def head(documents: dict[str, Document]) -> Data:
+    """Peak memory of the fused head by vocabulary."""
+    rows = {}
+    for case in documents["linear_cross_entropy"]["cases"]:
+        sizes = case["sizes"]
+        if sizes["N"] < 8192:
+            continue
+        found = {}
+        for name, shown in HEADS.items():
+            those = [
+                one
+                for one in case["results"]
+                if "ms" in one and (one["name"] == name or (name.endswith("lean") and one["name"].startswith(name)))
+            ]
+            found[shown] = min(one["peak_mib"] for one in those) / 1024
+        rows[f"{sizes['V']:,} classes\n{sizes['N']:,} tokens"] = found
+    return {
+        "title": "The head's peak memory above its inputs, GiB",
+        "note": f"forward and backward, bfloat16, one H200, {dates([documents['linear_cross_entropy']])}",
+        "rows": rows,
+    }
+
+
+def score_mod(documents: dict[str, Document]) -> Data:
+    """The life of a score_mod."""
+    first, disk, *_ = (f"{one['value']:,.0f} {one['unit']}" for one in documents["flex_attention"]["extra"].values())
+    rows = {
+        "your function": "score + bias[h, q_idx - kv_idx]",
+        "trace, once": "runs on symbols and becomes a graph;\nlater calls compare what it captured",
+        "derivative": "a second graph: the score's gradient,\nand what each pair adds to bias.grad",
+        "plan": "kernels, tiles, scratch memory,\nand how the pairs' additions are summed",
+        "compile": f"CPU: at once. CUDA: {first} for both passes,\n{disk} from the disk in later processes",
+        "run": "out; then gradients of query, key,\nvalue and bias",
+    }
+    return {
+        "title": "From a Python function to its gradient",
+        "note": f"times: one H200, {dates([documents['flex_attention']])}",
+        "rows": rows,
+    }
+
+
+CHARTS = {
+    "losses": losses,
+    "attention": attention,
+    "learned_biases": biases,
+    "head_memory": head,
+    "score_mod": score_mod,
+}
+
+
+# --- how ------------------------------------------------------------------------------------------------------------
+
+
+def _figure(theme: Data, height: float, **layout: Any) -> Any:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {
+            "svg.hashsalt": "fusegrad",
+            "font.size": 9.5,
+            "font.family": "DejaVu Sans",
+            "text.color": theme["ink"],
+            "axes.facecolor": "none",
+        }
+        | {f"{part}.color": theme["quiet"] for part in ("xtick", "ytick")}
+        | {"axes.edgecolor": theme["quiet"], "axes.labelcolor": theme["ink"], "axes.spines.top": False}
+        | {"axes.spines.right": False}
+    )
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(WIDTH, height), layout="constrained", **layout)
+
+
+def _titles(figure: Any, theme: Data, one: Data) -> None:
+    figure.suptitle(one["title"], fontsize=10.5, fontweight="bold", x=0.01, ha="left", color=theme["ink"])
+    figure.supxlabel(one["note"], fontsize=8, x=0.99, ha="right", color=theme["quiet"])
+
+
+SHADES = {
+    "quack": 0,
+    "Liger": 0,
+    "FlashAttention 4": 0,
+    "torch.compile": 1,
+    "cuDNN": 1,
+    "PyTorch": 2,
+    "FlashAttention-2": 2,
+}
+
+
+def _color(theme: Data, name: str) -> Any:
+    if name.startswith("fusegrad"):
+        return (theme["ours"], 0.55 if name.endswith("lean") else 1.0)
+    return theme["peers"][SHADES.get(name, 3)]
+
+
+def draw_losses(theme: Data, one: Data) -> Any:
+    """A row of bars an op: time on the left, memory on the right, each by the largest of its row."""
+    figure, axes = _figure(theme, 5.0, nrows=len(one["rows"]), ncols=2, sharey="row")
+    for line, (label, found) in zip(axes, one["rows"].items(), strict=True):
+        names = list(found)[::-1]
+        for axis, part, unit in zip(line, (0, 1), ("ms", "GiB"), strict=True):
+            values = [found[name][part] for name in names]
+            bars = axis.barh(names, values, color=[_color(theme, name) for name in names], height=0.75)
+            axis.bar_label(bars, [f"{v:.3g}" for v in values], padding=3, fontsize=8.5)
+            axis.set_xlim(0, max(values) * 1.22)
+            axis.set_title(f"{label}, {unit}" if part == 0 else f"peak memory, {unit}", fontsize=8.5, loc="left")
+            axis.set_xticks([])
+            axis.spines["bottom"].set_visible(False)
+            axis.tick_params(axis="y", length=0, labelcolor=theme["ink"])
+    return figure
+
+
+def _grouped(theme: Data, one: Data, height: float, columns: int, digits: str) -> Any:
+    """Bars side by side, a panel a row of the data."""
+    lines = -(-len(one["rows"]) // columns)
+    figure, axes = _figure(theme, height, nrows=lines, ncols=columns, sharey="row", squeeze=False)
+    for axis, (label, found) in zip(axes.flat, one["rows"].items(), strict=True):
+        names, values = list(found), list(found.values())
+        bars = axis.bar(names, values, color=[_color(theme, name) for name in names], width=0.85)
+        axis.bar_label(bars, [format(v, digits) for v in values], padding=2, fontsize=8)
+        axis.set_title(label, fontsize=8.5)
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.spines["left"].set_visible(False)
+        axis.margins(y=0.18)
+    handles = [axes[0][0].patches[i] for i in range(len(names))]
+    figure.legend(handles, names, loc="outside lower left", ncols=2, fontsize=8.5, frameon=False)
+    return figure
+
+
+def draw_attention(theme: Data, one: Data) -> Any:
+    return _grouped(theme, one, 4.4, 3, ".0f")
+
+
+def draw_head_memory(theme: Data, one: Data) -> Any:
+    return _grouped(theme, one, 2.7, 3, ".1f")
+
+
+def draw_learned_biases(theme: Data, one: Data) -> Any:
+    figure, axis = _figure(theme, 2.7)
+    names, values = list(one["rows"])[::-1], list(one["rows"].values())[::-1]
+    axis.barh(names, [1.0] * len(names), color=theme["peers"][1], height=0.7, label="bias frozen")
+    over = axis.barh(names, [v - 1 for v in values], left=1, color=theme["ours"], height=0.7, label="its gradient")
+    axis.bar_label(over, [f"{v:.2f}" for v in values], padding=3, fontsize=8)
+    axis.set_xlim(0, max(values) * 1.12)
+    axis.set_xticks([0, 0.5, 1, 1.5])
+    axis.tick_params(axis="y", length=0, labelcolor=theme["ink"])
+    figure.legend(loc="outside lower left", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def draw_score_mod(theme: Data, one: Data) -> Any:
+    """Boxes from the top down, each with what happens beside it."""
+    figure, axis = _figure(theme, 3.6)
+    count = len(one["rows"])
+    for place, (name, text) in enumerate(one["rows"].items()):
+        y = count - place
+        color = theme["ours"] if place in (0, count - 1) else theme["peers"][0]
+        box = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": color, "linewidth": 1.5}
+        axis.text(0.14, y, name, ha="center", va="center", fontsize=9, bbox=box)
+        axis.text(0.31, y, text, va="center", fontsize=8.5, family="monospace" if place == 0 else None)
+        if place + 1 < count:
+            arrow = {"arrowstyle": "->", "color": theme["quiet"]}
+            axis.annotate("", (0.14, y - 0.7), (0.14, y - 0.3), arrowprops=arrow)
+    axis.set_xlim(0, 1)
+    axis.set_ylim(0.5, count + 0.5)
+    axis.set_axis_off()
+    return figure
+
+
+DRAW = {
+    "score_mod": draw_score_mod,
+    "losses": draw_losses,
+    "attention": draw_attention,
+    "learned_biases": draw_learned_biases,
+    "head_memory": draw_head_memory,
+}
+
+
+def stamp(one: Data) -> str:
+    """What a chart's metadata must be."""
+    return json.dumps({"data": one, "drawn by": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]})
+
+
+def is_stale(path: Path, one: Data) -> bool:
+    return not path.exists() or stamp(one) not in unescape(path.read_text())
+
+
+def draw(name: str, one: Data, theme: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure = DRAW[name](THEMES[theme], one)
+    _titles(figure, THEMES[theme], one)
+    path.parent.mkdir(exist_ok=True)
+    metadata = {"Date": None, "Creator": None, "Title": one["title"], "Description": stamp(one)}
+    figure.savefig(path, transparent=True, metadata=metadata)
+    pyplot.close(figure)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+
+
+def charts(documents: dict[str, Document]) -> dict[str, Data]:
+    """The data of each chart by its name."""
+    return {name: make(documents) for name, make in CHARTS.items()}

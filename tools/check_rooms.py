@@ -1,9 +1,9 @@
 """Checks that csrc's includes and the package's imports go down only, and that torch's headers are in its front end:
 `make lint` runs it.
 
-docs/architecture.md draws the rooms. A file of one may include its own room and those below, among the front ends its
-own alone. A Python module may import its own room and those below, and no two modules each other: imports within
-functions count, those for type checkers do not.
+docs/design/architecture.md draws the rooms. A file of one may include its own room and those below, among the front
+ends its own alone. A Python module may import its own room and those below, and no two modules each other: imports
+within functions count, those for type checkers do not.
 """
 
 import ast
@@ -29,7 +29,17 @@ PYTHON_ROOMS = {
 }
 PYTHON_LEVEL = {prefix: level for level, prefixes in enumerate(PYTHON_ROOMS.values()) for prefix in prefixes}
 # Without torch, and so without the others.
-ALONE = ("jax", "_environment", "_mod_fold", "_tracing.names", "_tracing.ops")
+ALONE = ("jax", "_environment", "_mod_fold", "_tracing.names", "_tracing.bounds", "_tracing.ops")
+# Of the tracer: each may import those before it.
+LAYERS = [
+    f"_tracing{layer and '.'}{layer}"
+    for layer in (
+        *("", "names", "errors", "trees", "lifted", "thread_state"),
+        *("bounds", "ops", "vectors", "steps", "tensor", "indexing", "functions", "trace"),  # one run of a function
+        *("elements", "moves", "reads", "folds", "composed", "calls", "table", "dispatch", "run"),  # what ops become
+        *("code", "trust", "guards", "copying", "captures", "replay", "cache", "compiled"),  # what is kept
+    )
+]
 MADE = ("_C", "_build")  # by the build
 # From below. The longest prefix of a file's path counts.
 ROOMS = {
@@ -93,6 +103,8 @@ def imports(tree: ast.AST, package: list[str], modules: set[str]) -> Iterator[tu
 def python_wrongs() -> Iterator[str]:
     files = {f.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): f for f in PACKAGE.rglob("*.py")}
     files = {re.sub(r"\.?__init__$", "", module): f for module, f in files.items()}
+    for module in sorted({m for m in files if m.startswith("_tracing")} ^ set(LAYERS)):
+        yield f"tools/check_rooms.py: LAYERS must have the modules of _tracing, but differ in {module}"
     graph: dict[str, set[str]] = {}
     for module, file in sorted(files.items()):
         inside = module.split(".") if module else []
@@ -102,6 +114,8 @@ def python_wrongs() -> Iterator[str]:
             graph[module].add(imported)
             if module.startswith(ALONE):
                 wrong = not imported.startswith(ALONE)
+            elif module in LAYERS and imported in LAYERS:
+                wrong = LAYERS.index(imported) >= LAYERS.index(module)
             else:
                 wrong = PYTHON_LEVEL[python_room(imported)] > PYTHON_LEVEL[python_room(module)]
             if wrong:

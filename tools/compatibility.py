@@ -1,6 +1,6 @@
 """Every op under every transform: which cells give eager's gradients, and which raise an error that names the op.
 
-    python tools/compatibility.py [--device cuda] [--match regex] [--output docs/compatibility.md]
+    python tools/compatibility.py [--device cuda] [--match regex] [--output docs/tables/compatibility.md]
 
 A wrong gradient without an error makes the program fail, as does an error that does not name the op. `--output` writes
 the table into that page, between the comments that mark its place for the device. The ops and transforms are those of

@@ -1,41 +1,38 @@
-"""Write docs/performance.md, the charts in docs/charts and the table in README.md from benchmarks/results/*.json.
+"""Write docs/performance.md, docs/tables/performance.md, the charts in docs/charts and the table in README.md from
+benchmarks/results/*.json.
 
     python tools/performance.py [--check]
 
---check writes nothing, and fails where a file is not what this program writes.
+--check writes nothing, and fails where a file is not what this program writes. It needs no matplotlib: a chart says in
+its metadata what it was drawn from.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from charts import CLASSES, PEERS_OF_ATTENTION, charts, results, teraflops
+import performance_tables as tables
+from charts import THEMES, charts, draw, is_stale
 
 ROOT = Path(__file__).parents[1]
 START, END = "<!-- written by tools/performance.py -->", "<!-- end -->"
 Document = dict[str, Any]
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def number(value: float) -> str:
-    """Three digits, and all of those before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def mib(one: dict[str, Any]) -> str:
-    return f"{one['peak_mib']:,.0f}"
-
-
-def bold(name: str) -> str:
-    return f"**{name}**" if name.startswith("fusegrad") else name
+# Rows of the full page that the short one goes without.
+LEFT_OUT = (
+    "heads",
+    "few",
+    "ahead",
+    "triangle (253",
+    "triangle, heads last",
+    "af3 tokens, heads last",
+    "swin 8x8",
+    "two triangles",
+)
+LEFT_OUT_LOG_PROBS = ("trl chunked", "verl chunked", "fusegrad temperature a row")
 
 
 def documents(device: str) -> dict[str, Document]:
@@ -43,326 +40,88 @@ def documents(device: str) -> dict[str, Document]:
     return {path.name.removesuffix(f"-{device}.json"): json.loads(path.read_text()) for path in found}
 
 
-# --- sections ---------------------------------------------------------------------------------------------------
+def picture(name: str, text: str) -> str:
+    """A chart for readers with a light and with a dark screen."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="charts/{name}-dark.svg">'
+    return f'<picture>{dark}\n<img alt="{text}" src="charts/{name}-light.svg"></picture>'
 
 
-def summary(gpu: dict[str, Document]) -> str:
-    """Each op beside its fastest peer and PyTorch."""
+SHORT: Callable[..., str] = """# Performance
+<!-- tools/performance.py writes this page from benchmarks/results/*.json; `make lint` fails where it differs. -->
 
-    def loss(label: str, op: str, ours: str, inplace: bool | None = None, **sizes: int) -> list[str]:
-        """`inplace`: beside peers alone that write over the logits, or that do not."""
-        found = results(gpu[op], **sizes)
-        # Of the same loss: other weights of the teachers, and inputs that are log-probabilities, are less work.
-        other = ("eager", "log_probs", "beta=")
-        peers = {n: r for n, r in found.items() if not r["ours"] and not any(part in n for part in other)}
-        if inplace is not None:  # the name does not say it of all: a copy of the logits does
-            peers = {n: r for n, r in peers.items() if (r["peak_mib"] < 100) == inplace}
-        fastest = min(peers, key=lambda name: peers[name]["ms"])
-        cells = [f"{number(one['ms'])} ms, {mib(one)} MiB" for one in (found[ours], peers[fastest], found["eager"])]
-        return [label, cells[0], f"{cells[1]} ({fastest.split()[0]})", cells[2], f"{found[ours]['floor_ratio']:.2f}"]
+What each op costs beside the fastest peers, rows where peers are ahead included. Times are the GPU's, in ms, forward
+and backward; MiB are the peak above the inputs, gradients included. bfloat16, {versions}.
 
-    def attention(work: str) -> list[str]:
-        found = results(gpu["flex_attention"], D=128, S=4096)
-        ours, *peers = (found[f"{name} plain {work}"] for name in ("fusegrad", "fa4", "compile"))
-        names = "FlashAttention 4", "compiled flex_attention"
-        cells = [f"{number(one['ms'])} ms ({name})" for one, name in zip(peers, names, strict=True)]
-        return [f"attention {work}", f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
+Clock speed varies between runs: only compare numbers of one table. Peers run interleaved with ours in one process. A
+difference of 2% is noise. Short calls are limited by the host, which has [a table of its own](#the-host).
+[All rows](tables/performance.md), [how they are measured](../benchmarks/results/README.md), `make bench`.
 
-    rows = [
-        loss("cross entropy", "cross_entropy", "fusegrad", False, N=8192, V=128256),
-        loss("cross entropy, in place", "cross_entropy", "fusegrad inplace", True, N=8192, V=128256),
-        loss("linear cross entropy", "linear_cross_entropy", "fusegrad", N=8192, H=4096, V=128256),
-        loss("JSD", "jsd", "fusegrad", N=8192, V=128256),
-        loss("linear JSD, lean", "linear_jsd", "fusegrad lean", N=8192, V=128256),
-        attention("forward"),
-        attention("backward"),
-    ]
-    return table(["", "fusegrad", "fastest peer", "PyTorch", "fusegrad / limit"], rows)
+{losses_picture}
+{attention_picture}
 
+## Summary
 
-LOSSES = (
-    "fusegrad inplace",
-    "fusegrad",
-    "fusegrad lean",
-    "fusegrad beta=0",
-    "fusegrad beta=1",
-    "fusegrad topk",
-    "quack",
-    "quack inplace",
-    "liger",
-    "compile",
-    "eager",
-)
+8192 tokens, 128256 classes; attention with B 4, H 16, S 4096, D 128, no mask. The limit is a copy of the logits, or the
+matrix products alone.
 
+{summary}
 
-def cell(one: dict[str, Any] | None) -> str:
-    return "–" if one is None else f"{number(one['ms'])} / {mib(one)} / {one['floor_ratio']:.2f}"
+## Losses
 
+`inplace` writes the gradient into the input, `lean` accumulates the weight's gradient in bfloat16, `topk` has a teacher
+of 64 log-probabilities. CCE skips gradients below a threshold, on random weights nearly all of them. Cells are
+ms / MiB / time over the limit ({run_ce}; JSD {run_jsd}; linear JSD {run_ljsd}).
 
-def losses(gpu: dict[str, Document]) -> str:
-    found = [results(gpu[op], N=8192, V=128256) for op in ("cross_entropy", "jsd", "linear_jsd")]
-    rows = [[bold(name), *(cell(one.get(name)) for one in found)] for name in LOSSES]
-    sizes = "N 8192 V 128256"
-    headings = [f"cross entropy {sizes}", f"JSD {sizes}", f"linear JSD {sizes}, H 2048, teacher's 4096"]
-    return table(["ms / MiB / time over the limit", *headings], rows)
+{losses}
 
+{run_lce}:
 
-LINEAR = (
-    "fusegrad",
-    "fusegrad lean",
-    "compile",
-    "liger chunk_mem=16",
-    "liger float32 chunk_mem=16",
-    "liger sm90",
-    "quack chunk=2048",
-    "quack chunk=8192",
-    "cce",
-    "eager",
-)
+{linear_cross_entropy}
 
+Log-probabilities and entropies, both with gradients ({run_logp}):
 
-def _is(found: str, name: str) -> bool:
-    """Lean runs have their memory in their name."""
-    return found == name or (name == "fusegrad lean" and found.startswith(name))
+{log_probs}
 
+## Attention
 
-def linear_cross_entropy(document: Document) -> str:
-    cases = [case for case in document["cases"] if case["sizes"]["N"] >= 4096]
-    rows = []
-    for name in LINEAR:
-        cells = []
-        for case in cases:
-            found = [one for one in case["results"] if "ms" in one and _is(one["name"], name)]
-            cells.append(cell(min(found, key=lambda one: one["ms"], default=None)))
-        rows.append([bold(name), *cells])
-    sizes = ["N {N} H {H} V {V}".format(**case["sizes"]) for case in cases]
-    return table(["linear cross entropy", *sizes], rows)
+TFLOP/s forward / backward, and our time over each peer's: below 1 fusegrad is faster ({run_flex}).
 
+{attention}
 
-def attention(document: Document) -> str:
-    """Our time over each peer's, forward and backward, and TFLOP/s."""
-    rows = []
-    for case in document["cases"]:
-        found = {one["name"]: one["ms"] for one in case["results"]}
-        for kind in ("plain", "causal"):
-            works = ("forward", "backward")
-            ours = {work: found[f"fusegrad {kind} {work}"] for work in works}
-            speeds = " / ".join(f"{teraflops(case['sizes'], work, kind, ours[work]):.0f}" for work in works)
-            cells = []
-            for peer in list(PEERS_OF_ATTENTION)[1:]:
-                theirs = [found.get(f"{peer} {kind} {work}") for work in works]
-                cells.append(" / ".join(f"{ours[w] / t:.2f}" for w, t in zip(works, theirs, strict=True) if t) or "–")
-            sizes = "B{B} H{H} S{S} D{D}".format(**case["sizes"])
-            rows.append([sizes if kind == "plain" else "… causal", speeds, *cells])
-    peers = list(PEERS_OF_ATTENTION.values())[1:]
-    return table(["", "TFLOP/s", *(f"/ {peer}" for peer in peers)], rows)
+## Learned biases
 
+Forward / backward with the bias and its gradient; sizes are (batch, heads, tokens, head size) ({run_biases}).
 
-def captured(document: Document) -> str:
-    found = {name: one["ms"] for name, one in results(document, D=128, S=4096).items()}
-    rows = []
-    for name, label in CLASSES.items():
-        frozen, default, exact = (
-            found[f"fusegrad {name} {kind}backward"] for kind in ("frozen ", "", "deterministic ")
-        )
-        ratios = f"{default / frozen:.2f}", f"{exact / default:.2f}"
-        rows.append([name[0], f"`{label}`", number(frozen), number(default), *ratios])
-    plain, exact = found["fusegrad plain backward"], found["fusegrad plain deterministic backward"]
-    rows.append(["–", "no captured tensor", "–", number(plain), "–", f"{exact / plain:.2f}"])
-    return table(["class", "read", "frozen, ms", "with its gradient, ms", "ratio", "deterministic / default"], rows)
+{learned_biases}
 
+## Training steps
 
-def score_mods(document: Document) -> str:
-    found = {name: one["ms"] for name, one in results(document, D=128, S=4096).items()}
-    names = {
-        "alibi": "ALiBi, causal",
-        "softcap": "softcap, causal",
-        "relative": "relative bias, causal",
-        "document": "documents, causal",
-        "window": "window of 256 keys",
-        "grouped": "4 query heads a key, causal",
-    }
-    peers = ("compile", "fa4", "cudnn")
-    rows = []
-    for name, label in names.items():
-        cells = []
-        for who in ("fusegrad", *peers):
-            times = [found.get(f"{who} {name} {work}") for work in ("forward", "backward")]
-            cells.append(" / ".join(number(ms) for ms in times if ms is not None) or "–")
-        rows.append([label, *cells])
-    return table(["ms, forward / backward", "**fusegrad**", *(PEERS_OF_ATTENTION[peer] for peer in peers)], rows)
+A Llama-3.2-1B-shaped model with random weights and AdamW, beside the three fastest peers ({run_steps}).
 
+{steps}
 
-def short(ms: float) -> str:
-    return f"{ms:.3f}" if ms < 0.1 else number(ms)
+## The host
 
+Wall-clock time of known calls on small inputs until the call is enqueued, ours and PyTorch's in turns ({run_host}).
 
-def learned_biases(document: Document) -> str:
-    """Attention that differs from an LLM's: time, how many times that without the bias, and the fastest peer."""
-    names = {"efficient": "SDPA's efficient", "cudnn": "cuDNN", "math": "plain PyTorch"}
-    names |= {"flex": "compiled flex_attention", "fa4": "FlashAttention 4", "cuequivariance": "cuEquivariance"}
-    rows = []
-    for case in document["cases"]:
-        ms, parts = case["ms"], ("forward", "backward")
-        ours = "fusegrad" if "fusegrad forward" in ms else "plain"
-        mine = [ms[f"{ours} {part}"] for part in parts if f"{ours} {part}" in ms]
-        plain = [ms[f"plain {part}"] for part in parts[: len(mine)]]
-        over = "–" if ours == "plain" else " / ".join(f"{a / b:.2f}" for a, b in zip(mine, plain, strict=True))
-        peers = {name: [ms.get(f"{name} {part}") for part in parts[: len(mine)]] for name in names}
-        whole = {name: times for name, times in peers.items() if None not in times}
-        best = min(whole, key=lambda name: sum(whole[name]), default=None)
-        found = "–" if best is None else f"{' / '.join(short(one) for one in whole[best])} ({names[best]})"
-        rows.append([case["row"], " / ".join(short(one) for one in mine), over, found])
-    return table(["ms, forward / backward", "**fusegrad**", "times that without the bias", "fastest peer"], rows)
+{on_the_host}
 
+## CPU: two cores of an AMD EPYC, float32 where nothing else is said
 
-def block_masks(document: Document) -> str:
-    rows = []
-    for case in document["cases"]:
-        found = case["results"]
-        cells = [
-            f"{short(one['ms'])} / {number(one['peak_mib'])}" if one.get("ms") is not None else "–"
-            for one in (found.get(name, {}) for name in ("fusegrad", "fusegrad varlen_mask", "torch compiled", "torch"))
-        ]
-        forward = case.get("forward_ms")
-        rows.append([f"{case['sizes']['S']:,}", *cells, "–" if forward is None else short(forward)])
-    heads = ["ms / MiB", "**create_block_mask**", "**varlen_mask**", "PyTorch, compiled", "PyTorch, eager"]
-    return table([*heads, "the forward it is for, ms"], rows)
+{cpu}
+""".format
 
-
-def steps(document: Document) -> str:
-    titles = {
-        "train_step": "training",
-        "train_step with checkpoints": "… with checkpoints",
-        "distillation step": "distillation",
-        "relative bias step": "learned relative bias",
-    }
-    rows = []
-    for case in document["cases"]:
-        found = sorted(case["results"], key=lambda one: -one["tokens_per_s"])
-        ours = next(one for one in found if one["ours"])
-        peers = [one for one in found if not one["ours"]][:3]
-        cells = [
-            f"{one['tokens_per_s']:,.0f} at {one['peak_mib'] / 1024:.1f} ({one['name']})" for one in (ours, *peers)
-        ]
-        sizes = "B{B} S{S}".format(**case["sizes"])
-        rows.append([f"{titles[case['op']]}, {sizes}", cells[0], ", ".join(cells[1:])])
-    return table(["tokens/s at GiB", "**fusegrad**", "peers"], rows)
-
-
-def models(document: Document) -> str:
-    """Training steps of models with biases: time and memory of each attention."""
-    names = ("eager", "sdpa", "fusegrad", "fusegrad table")
-    rows = []
-    for case in document["cases"]:
-        found = {one["name"]: one for one in case["results"]}
-        cells = [
-            f"{number(found[name]['ms'])} / {found[name]['peak_mib'] / 1024:.1f}" if name in found else "–"
-            for name in names
-        ]
-        title = case["op"].removesuffix(" step")
-        rows.append([f"{title}, " + " ".join(f"{k}{v}" for k, v in case["sizes"].items()), *cells])
-    return table(["ms / GiB", *(bold(name) for name in names)], rows)
-
-
-def tangents(document: Document) -> str:
-    peers = {"math": "PyTorch, its formula", "jvp-flash-attention": "jvp-flash-attention"}
-    rows = []
-    for case in document["cases"]:
-        if "forward" not in case["ms"]:
-            continue
-        ms = case["ms"]
-        cells = [short(ms["forward"]), short(ms["fusegrad"]), f"{ms['fusegrad'] / ms['forward']:.2f}"]
-        rows.append([case["row"], *cells, *(short(ms[peer]) if peer in ms else "–" for peer in peers)])
-    return table(["ms", "forward", "**with its tangents**", "times the forward", *peers.values()], rows)
-
-
-def log_probs(document: Document) -> str:
-    rows = []
-    for case in document["cases"]:
-        sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
-        rows += [
-            [sizes, bold(one["name"]), number(one["ms"]), f"{one['floor_ratio']:.2f}", mib(one)]
-            for one in case["results"]
-            if one.get("ms") is not None
-        ]
-    return table(["", "", "ms", "times the products", "MiB"], rows)
-
-
-def absent(document: Document) -> str:
-    """The peers that a run did not have, or that failed in it."""
-    names: dict[str, None] = {}
-    for case in document["cases"]:
-        names |= dict.fromkeys(case.get("not_run", {}))
-        names |= dict.fromkeys(one["name"] for one in case["results"] if one.get("ms") is None)
-    return f"Not in this run: {', '.join(names)}." if names else "All peers ran."
-
-
-def cpu(ones: dict[str, Document]) -> str:
-    rows = []
-    for case in ones["flex_attention"]["cases"][:1]:
-        found = {one["name"]: one["ms"] for one in case["results"]}
-        sizes = "attention B{B} H{H} S{S} D{D} causal".format(**case["sizes"])
-        rows.append(
-            [
-                f"{sizes}, forward",
-                number(found["fusegrad forward"]),
-                number(found["compile forward"]),
-                number(found["sdpa forward"]),
-            ]
-        )
-        rows.append([f"{sizes}, forward and backward", number(found["fusegrad"]), "–", number(found["sdpa"])])
-    for op in ("cross_entropy", "linear_cross_entropy"):
-        for case in ones[op]["cases"]:
-            found = {one["name"]: one["ms"] for one in case["results"]}
-            sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
-            name = f"{op.replace('_', ' ')} {sizes} {case['dtype']}"
-            rows.append([name, *(number(found[who]) for who in ("fusegrad", "compile", "eager"))])
-    return table(["ms", "**fusegrad**", "compiled", "eager or SDPA"], rows)
-
-
-def goals(gpu: dict[str, Document]) -> str:
-    """How many goals each run met, and the missed ones with what is too much."""
-    rows = []
-    graded = ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd", "token_log_prob", "flex_attention")
-    for op in (*graded, "train_step", "biased_models"):
-        verdicts = [goal for case in gpu[op]["cases"] for goal in case["goals"] if goal["passed"] is not None]
-        missed = sorted((g for g in verdicts if not g["passed"]), key=lambda goal: -goal["worst_excess"])
-        text = "; ".join(f"{goal['goal']} (by {100 * goal['worst_excess']:.1f}%)" for goal in missed)
-        rows.append([op, f"{len(verdicts) - len(missed)} of {len(verdicts)}", text or "none"])
-    for op in ("learned_biases", "block_mask", "transforms"):
-        passed = [goal["passed"] for case in gpu[op]["cases"] for goal in case["goals"]]
-        rows.append([op, f"{sum(passed)} of {len(passed)}", "none" if all(passed) else "the file has them"])
-    return table(["run", "goals met", "missed"], rows)
-
-
-def on_the_host(document: Document) -> str:
-    """What known calls take the host, beside PyTorch's in the same process."""
-    rows = []
-    for case in document["cases"]:
-        name, _, peer = case["name"].rpartition(", ")
-        us = case["us"]
-        rows.append((name, number(us["fusegrad"]), f"{peer} {number(us['peer'])}", f"{case['ratio']:.2f}"))
-    return table(["call", "**µs**", "beside", "ratio"], rows)
-
-
-def runs(gpu: dict[str, Document], host: dict[str, Document]) -> str:
-    on_gpu = ((f"{op}, {d['device'].split()[1]}", d) for op, d in gpu.items() if "op" in d)
-    named = sorted([*on_gpu, *((f"{op}, CPU", d) for op, d in host.items() if "op" in d)], key=lambda one: one[0])
-    return "; ".join(f"{name}: {d['date'][:10]} `{d['commit'][:7]}`" for name, d in named) + "."
-
-
-PAGE: Callable[..., str] = """# Performance
+FULL: Callable[..., str] = """# All benchmarks
 <!-- tools/performance.py writes this page from benchmarks/results/*.json; `make lint` fails where it differs. -->
 
 One NVIDIA H200 where nothing else is said, bfloat16, {versions}. MiB are the peak above the
 inputs, gradients included. A GPU's rate varies with its power and with what ran before: compare numbers of one run; a
-difference of 2% is noise. [How the numbers are taken](../benchmarks/results/README.md); `make bench` repeats them.
+difference of 2% is noise. [How the numbers are taken](../../benchmarks/results/README.md); `make bench` repeats them.
 
 Times are the GPU's, without what the host takes to launch the work ([the host](#the-host)), which shows where kernels
 are shorter than that.
 
-What was tried on the way is in the [lab log](lab/README.md), how the kernels work in [design](design/README.md).
+What was tried on the way is in the [lab log](../lab/README.md), how the kernels work in [design](../design/README.md).
 
 ## Summary
 
@@ -370,8 +129,6 @@ What was tried on the way is in the [lab log](lab/README.md), how the kernels wo
 copies where the gradient is a new tensor), or the op's matrix products alone.
 
 {summary}
-
-![attention](charts/attention.svg) ![losses](charts/losses.svg) ![biases](charts/learned_biases.svg)
 
 ## Losses
 
@@ -383,7 +140,7 @@ teacher of the 64 largest log-probabilities; divergences have β 0.5 where nothi
 {linear_cross_entropy}
 
 Log-probabilities of tokens and their entropies, both with gradients; "grpo" is the whole loss
-([guide](post_training.md)). {absent_log_probs}
+([guide](../losses.md)). {absent_log_probs}
 
 {log_probs}
 
@@ -399,31 +156,32 @@ Score_mods and masks, B 4, H 16, S 4096, D 128:
 
 ## Learned biases, head sizes, few queries
 
-One H100. Bias tables with gradients, sizes as (batch, heads, tokens, head size); [which is which](learned_biases.md).
+One H100. Bias tables with gradients, sizes as (batch, heads, tokens, head size);
+[which is which](../design/learned_biases.md).
 
 {learned_biases}
 
 Training steps of whole models, the last hidden state's loss, AdamW: with eager attention, with
 scaled_dot_product_attention and the bias in memory, with ours by one line, and with ours reading the table
-([how](learned_biases.md#whole-models)). S is tokens, residues or the side of an image.
+([how](../design/learned_biases.md#whole-models)). S is tokens, residues or the side of an image.
 
 {models}
 
 ## Forward mode
 
-Attention with the tangents of query, key and value, sizes as above; [what works](transforms.md).
+Attention with the tangents of query, key and value, sizes as above; [the kernels](../design/transforms.md).
 
 {tangents}
 
 ## Block masks
 
-16 causal documents, others at each call; [how](block_masks.md).
+16 causal documents, others at each call; [how](../design/block_masks.md).
 
 {block_masks}
 
 ## Gradients of captured tensors
 
-The backward of the same size; the letters are the classes of [flex_attention.md](flex_attention.md#cuda).
+The backward of the same size; the letters are the classes of [the design page](../design/flex_attention.md#cuda).
 
 {captured}
 
@@ -432,7 +190,7 @@ The first forward and backward with a new score_mod took {first}, from the disk 
 ## Training steps
 
 A Llama-3.2-1B-shaped model with random weights and AdamW; the relative bias has 8 layers at S 8192. Peers are the three
-fastest. A vocabulary over several GPUs: [distributed.md](distributed.md#what-is-sent).
+fastest. A vocabulary over several GPUs: [Distributed](../distributed.md).
 
 {steps}
 
@@ -440,7 +198,7 @@ fastest. A vocabulary over several GPUs: [distributed.md](distributed.md#what-is
 
 Wall-clock time of known calls on small inputs, ours and PyTorch's in turns in one process; on the GPU until the call is
 enqueued. `python benchmarks/host_time.py` repeats it. Calls whose arguments have plain types go straight to the
-dispatcher ([architecture.md](architecture.md#a-known-call)); `return_aux`, tensors of subclasses and modes
+dispatcher ([how](../design/architecture.md#a-known-call)); `return_aux`, tensors of subclasses and modes
 (`torch.set_default_device`, counters of flops) take the way through Python, some 5 to 15 µs more.
 
 {on_the_host}
@@ -459,53 +217,95 @@ Runs: {runs}
 """.format
 
 
-def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
+def page(template: Callable[..., str], gpu: dict[str, Document], host: dict[str, Document], **more: str) -> str:
     found = gpu["cross_entropy"]["versions"]
     names = {"torch": "torch", "liger-kernel": "Liger", "quack-kernels": "quack", "cut-cross-entropy": "CCE"}
-    took = [f"{number(one['value'])} {one['unit']}" for one in gpu["flex_attention"]["extra"].values()]
-    return PAGE(
-        versions=", ".join(f"{name} {found[key]}" for key, name in names.items()),
-        summary=summary(gpu),
-        on_the_host=on_the_host(gpu["host_time"]),
-        losses=losses(gpu),
-        linear_cross_entropy=linear_cross_entropy(gpu["linear_cross_entropy"]),
-        attention=attention(gpu["flex_attention"]),
-        score_mods=score_mods(gpu["flex_attention"]),
-        log_probs=log_probs(gpu["token_log_prob"]),
-        absent_log_probs=absent(gpu["token_log_prob"]),
-        learned_biases=learned_biases(gpu["learned_biases"]),
-        models=models(gpu["biased_models"]),
-        tangents=tangents(gpu["transforms"]),
-        block_masks=block_masks(gpu["block_mask"]),
-        captured=captured(gpu["flex_attention"]),
-        first=took[0],
-        disk=took[1],
-        steps=steps(gpu["train_step"]),
-        cpu=cpu(host),
-        goals=goals(gpu),
-        runs=runs(gpu, host),
+    took = [f"{tables.number(one['value'])} {one['unit']}" for one in gpu["flex_attention"]["extra"].values()]
+    values = {
+        "versions": ", ".join(f"{name} {found[key]}" for key, name in names.items()),
+        "summary": tables.summary(gpu),
+        "on_the_host": tables.on_the_host(gpu["host_time"]),
+        "losses": tables.losses(gpu),
+        "linear_cross_entropy": tables.linear_cross_entropy(gpu["linear_cross_entropy"]),
+        "attention": tables.attention(gpu["flex_attention"]),
+        "score_mods": tables.score_mods(gpu["flex_attention"]),
+        "log_probs": tables.log_probs(gpu["token_log_prob"]),
+        "absent_log_probs": tables.absent(gpu["token_log_prob"]),
+        "learned_biases": tables.learned_biases(gpu["learned_biases"]),
+        "models": tables.models(gpu["biased_models"]),
+        "tangents": tables.tangents(gpu["transforms"]),
+        "block_masks": tables.block_masks(gpu["block_mask"]),
+        "captured": tables.captured(gpu["flex_attention"]),
+        "first": took[0],
+        "disk": took[1],
+        "steps": tables.steps(gpu["train_step"]),
+        "cpu": tables.cpu(host),
+        "goals": tables.goals(gpu),
+        "runs": tables.runs(gpu, host),
+    }
+    return template(**values | more)
+
+
+def short_page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
+    runs = {
+        "ce": "cross_entropy",
+        "lce": "linear_cross_entropy",
+        "jsd": "jsd",
+        "ljsd": "linear_jsd",
+        "logp": "token_log_prob",
+        "flex": "flex_attention",
+        "biases": "learned_biases",
+        "steps": "train_step",
+        "host": "host_time",
+    }
+    return page(
+        SHORT,
+        gpu,
+        host,
+        attention=tables.attention(gpu["flex_attention"], S=4096),
+        log_probs=tables.log_probs(gpu["token_log_prob"], V=128256, leave_out=LEFT_OUT_LOG_PROBS),
+        learned_biases=tables.learned_biases(gpu["learned_biases"], leave_out=LEFT_OUT),
+        losses_picture=picture(
+            "losses", "Time and memory of the losses beside Liger, quack, torch.compile and PyTorch"
+        ),
+        attention_picture=picture("attention", "TFLOP/s of causal attention beside FlashAttention 4, cuDNN and others"),
+        **{f"run_{name}": tables.run(gpu[op]) for name, op in runs.items()},
     )
+
+
+def readme_table(gpu: dict[str, Document]) -> str:
+    ops = ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd", "flex_attention")
+    names = ", ".join(f"{op} {tables.run(gpu[op]).partition(', ')[2]}" for op in ops)
+    return f"{tables.summary(gpu)}\n\nRuns: {names}."
 
 
 def main() -> int:
     gpu, host = documents("nvidia-h200"), documents("amd-epyc")
+    shown = charts(gpu)
     gpu |= documents("nvidia-h100-80gb-hbm3")  # of a newer date
     readme = (ROOT / "README.md").read_text()
     before, rest = readme.split(START + "\n", 1)
     after = rest.split(END, 1)[1]
     written = {
-        "docs/performance.md": page(gpu, host),
-        "README.md": f"{before}{START}\n{summary(gpu)}\n{END}{after}",
-        **{f"docs/charts/{name}": text for name, text in charts(gpu).items()},
+        "docs/performance.md": short_page(gpu, host),
+        "docs/tables/performance.md": page(FULL, gpu, host),
+        "README.md": f"{before}{START}\n{readme_table(gpu)}\n{END}{after}",
     }
     stale = [name for name, text in written.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
+    undrawn = [(name, theme) for name in shown for theme in THEMES if is_stale(chart_path(name, theme), shown[name])]
     if "--check" in sys.argv[1:]:
-        for name in stale:
+        for name in [*stale, *(str(chart_path(*one).relative_to(ROOT)) for one in undrawn)]:
             print(f"{name} is not what tools/performance.py writes from benchmarks/results", file=sys.stderr)
-        return bool(stale)
+        return bool(stale or undrawn)
     for name in stale:
         (ROOT / name).write_text(written[name])
+    for name, theme in undrawn:
+        draw(name, shown[name], theme, chart_path(name, theme))
     return 0
+
+
+def chart_path(name: str, theme: str) -> Path:
+    return ROOT / f"docs/charts/{name}-{theme}.svg"
 
 
 if __name__ == "__main__":

@@ -146,17 +146,13 @@ TORCH_LIBRARY(fusegrad, m) {
          "(Tensor first, Tensor last)");
 
   // --- a vocabulary sharded over processes -----------------------------------------------------------------
-  define<CrossEntropyShardGradient>(m, "cross_entropy_shard_gradient", "Tensor grad_logits");
-  define(m, schema_of<CrossEntropyShardGradient>("cross_entropy_shard_gradient_", "()", /*mutating=*/true));
-  // What autograd Functions in Python ask and do: pytorch/autograd/inplace.h, losses/linear_plan.h.
-  define(m, "may_overwrite(Tensor tensor, Tensor[] others) -> bool");
-  define(m, "check_may_add_to(str op, str name, Tensor tensor, Tensor[] others) -> ()");
-  define(m, "may_reuse_saved(Tensor saved, bool hooks_were_active) -> bool");
-  define(m, "saved_tensor_hooks_active() -> bool");
+  define_pair<Sharded<CrossEntropyCall>>(m, "cross_entropy_sharded", loss_returns);
+  define_pair<Sharded<LinearCrossEntropyCall>>(m, "linear_cross_entropy_sharded", loss_returns);
+  define_pair<Sharded<JsdCall>>(m, "jsd_sharded", loss_returns);
+  define_pair<Sharded<LinearJsdCall>>(m, "linear_jsd_sharded", loss_returns);
+  define<ShardsAgree>(m, "shards_agree", "Tensor different");
+  // For autograd Functions in Python: pytorch/autograd/inplace.h.
   define(m, "refuse_double_backward(str op, Tensor gradient, Tensor[] inputs) -> Tensor");
-  define(m,
-         "plan_linear(int rows, int hidden, int vocab, int element_size, bool cpu, bool weight_grad, "
-         "bool low_precision_result, int logits_per_row, int? workspace_mib) -> (int rows, bool accumulator)");
 
   // --- values beside a loss that are constants -------------------------------------------------------------
   // `value` as it is; where `loss` requires grad so does it, and a backward that reaches it raises an error that names
@@ -173,7 +169,7 @@ TORCH_LIBRARY(fusegrad, m) {
   define(m, "scale_gradient_(Tensor(a!) gradient, Tensor scale, Tensor? factor=None) -> ()");
 
   // --- the score_mod language ------------------------------------------------------------------------------
-  // A graph's canonical text (docs/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests and for
+  // A graph's canonical text (docs/design/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests and for
   // looking at masks and biases. `buffers`, `floats` and `ints` are what the text declares, as above. Where the bool
   // `mask` is false the score is -inf and nothing contributes; the backward gives a gradient for every floating-point
   // buffer. Masks are computed as flex_attention computes them.

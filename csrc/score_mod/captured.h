@@ -14,7 +14,7 @@ enum class DType : uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kI
 Type type_of(DType dtype);
 
 /// A captured tensor; sizes and strides in elements, as many as its rank. A negative index counts from the end, as in
-/// Python, whether it is a literal or computed. Out of range: see docs/score_mod.md.
+/// Python, whether it is a literal or computed. Out of range: see docs/design/score_mod.md.
 struct Buffer {
   const void* data;
   DType dtype;

@@ -1,5 +1,5 @@
 // How the contributions of a derivative reach the gradients of the captured buffers: which scheme is the cheapest
-// exact one, from what the indices of each read depend on. docs/score_mod.md explains the classes.
+// exact one, from what the indices of each read depend on. docs/design/score_mod.md explains the classes.
 #pragma once
 
 #include <cstdint>

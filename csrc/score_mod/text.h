@@ -1,5 +1,5 @@
 // The canonical text of a graph: what crosses every boundary (the ops' `str`, the key of compiled kernels, what is
-// shown to people). docs/score_mod.md has the grammar.
+// shown to people). docs/design/score_mod.md has the grammar.
 #pragma once
 
 #include <string>

@@ -111,7 +111,7 @@ def eager_distillation_loss(
 
 
 def _divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
-    """The mean over rows of the generalised Jensen-Shannon divergence, as docs/distillation.md defines it."""
+    """The mean over rows of the generalised Jensen-Shannon divergence, as docs/design/divergences.md defines it."""
     if beta == 0:
         return _kl(log_p, log_q)
     if beta == 1:

@@ -39,7 +39,7 @@ def run_program(name: str, run: Callable[[argparse.Namespace], int], options: ar
 def make_parser(description: str, defaults: TrainingConfig) -> argparse.ArgumentParser:
     """Every option of data and run, and `--demo`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--demo", action="store_true", help="compare the losses; see docs/demo.md")
+    parser.add_argument("--demo", action="store_true", help="compare the losses; see examples/README.md")
 
     data = parser.add_argument_group("data")
     data.add_argument("--data", type=Path, help="a text file or a folder (default: the standard library)")

@@ -1,5 +1,5 @@
-"""``python -m fusegrad``: ``cache info|clear``, the folder of compiled kernels (docs/jit.md); ``doctor``, what a report
-of a bug should say, and a test of each op."""
+"""``python -m fusegrad``: ``cache info|clear``, the folder of compiled kernels (docs/design/jit.md); ``doctor``, what a
+report of a bug should say, and a test of each op."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The kernels compute the results, their tangents and the first gradients. Derivatives of the latter two, of any order
 and in both modes, are those of a function of some rows of queries that autograd can see through, recomputed for each
-such chunk, so that memory is linear in the lengths. See docs/transforms.md.
+such chunk, so that memory is linear in the lengths. See docs/design/transforms.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ key', value', grad_out', grad_lse') are what forward mode over reverse asks for;
 are symmetric, those along (w_query, w_key, w_value) are what a double backward gives query, key and value for the
 upstream gradients w of the gradients, while grad_out and grad_lse get the tangents of out and lse. One kernel computes
 what each pair of a query and a key gives (csrc/cuda/attention/pair_tangents/portable.cuh), a chunk of pairs at a time;
-products of matrices make the rest of it. docs/transforms.md has the formulas and what goes this way.
+products of matrices make the rest of it. docs/design/transforms.md has the formulas and what goes this way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention_composite import Call, Tensors
-from ._score_mod_torch import Values, adds_reads, evaluate_reads, program
+from ._score_mod_torch import Values, adds_reads, evaluate_reads
 
 __all__ = ["second_derivatives", "takes"]
 
@@ -162,11 +162,9 @@ class _Captured:
             shape = [1] * len(sizes)
             shape[dim] = size
             places[name] = torch.arange(starts[name], starts[name] + size, device=device).reshape(shape)
-        text, score = program(self.call.score.text), self.call.score
+        score = self.call.score
         values = Values(places, t.buffers, score.floats, score.ints, torch.float32, sizes, None, starts)
-        found = evaluate_reads(text, values, [buffers.get(j) for j in range(len(t.buffers))])
-        zero = torch.zeros((1,) * len(sizes), device=device)
-        return zero if found is None else found
+        return evaluate_reads(score.text, values, [buffers.get(j) for j in range(len(t.buffers))])
 
     def score_tangent(self, first_head: int, head_count: int, first_row: int, row_count: int) -> Tensor | None:
         if not self.moving:

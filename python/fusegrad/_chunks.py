@@ -1,7 +1,7 @@
 """Functions of many rows, a chunk of rows at a time, that can be differentiated in any order and in both modes.
 
 What a kernel has no derivative of is such a function, of PyTorch's ops: recomputed for each chunk, so that memory is
-linear in the rows. See docs/transforms.md.
+linear in the rows. See docs/design/transforms.md.
 """
 
 from __future__ import annotations

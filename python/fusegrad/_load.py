@@ -18,7 +18,8 @@ except ImportError as error:
         "folder than python/, or install it: pip install --no-build-isolation ."
     ) from error
 
-_folder = pathlib.Path(__file__).parent
+folder = pathlib.Path(_build.__file__).parent
+"""Where the libraries are: an editable installation has them elsewhere than the Python files."""
 _found = torch.__version__.split("+")[0]
 _minor = ".".join(_found.split(".")[:2])
 # torch keeps its C++ structures from one patch release to the next. A nightly or a release candidate may differ from
@@ -32,7 +33,7 @@ if _built is None or not (re.fullmatch(r"[0-9.]+", _found) or _found == _built):
         "pip install --no-build-isolation --force-reinstall --no-deps .)."
     )
 
-library = _folder / "lib" / f"torch-{_minor}" / "libfusegrad.so"
+library = folder / "lib" / f"torch-{_minor}" / "libfusegrad.so"
 """The library of PyTorch's ops that this process has loaded."""
 torch.ops.load_library(str(library))
 

@@ -1,7 +1,7 @@
 """The linear losses' rows in chunks: under function transforms, and where a backward is itself differentiated.
 
 A chunk's rows are an op's (csrc/pytorch/autograd/composite.cpp) of the chunk's logits, which live as long as it does.
-The graph keeps the inputs alone; each derivative computes the chunks again. See docs/transforms.md.
+The graph keeps the inputs alone; each derivative computes the chunks again. See docs/design/transforms.md.
 """
 
 from __future__ import annotations

@@ -74,57 +74,33 @@ def check_linear(text: str) -> None:
         ) from None
 
 
-class _Linear(NamedTuple):
-    """How a value depends on the score and on reads: the score's factor, 0 or 1, and whether it is linear in reads,
-    with a factor that depends on neither."""
-
-    score: int
-    reads: bool
-
-
-_CONSTANT, _MINUS_INFINITY = _Linear(0, False), _Linear(-1, False)
-
-
-def _linear(op: str, given: Sequence[_Linear | None]) -> _Linear | None:
-    """Of a node that is not a load; None where it is otherwise."""
-    if all(g == _CONSTANT for g in given):
-        return None if op in ("custom", "backward") else _CONSTANT
-    known = [g for g in given if g is not None]
-    if len(known) < len(given):
-        return None
-    if op == "where" and known[0] == _CONSTANT:
-        choices = [g for g in known[1:] if g != _MINUS_INFINITY]  # which has no derivative
-        if len({g.score for g in choices}) == 1:
-            return _Linear(choices[0].score, any(g.reads for g in choices))
-    if _MINUS_INFINITY in known:
-        return None
-    score, reads = sum(g.score for g in known), [g.reads for g in known]
-    if (op == "add" and score <= 1) or (op == "sub" and score <= 1 and known[1].score == 0):
-        return _Linear(score, any(reads))
-    if score == 0 and (
-        op in ("neg", "to_float", "mul") or (op == "div" and not reads[1]) or (op == "sum" and not reads[0])
-    ):
-        return _Linear(0, True) if sum(reads) == 1 else None
-    return None
+@functools.lru_cache(maxsize=512)
+def _tangent(text: str, moved: tuple[bool, ...]) -> Program:
+    """Of a score_mod along these of its buffers and `grad`, the tangent of the score."""
+    return program(_language.tangent(text, moved))
 
 
 @functools.lru_cache(maxsize=512)
 def adds_reads(text: str, buffers: frozenset[int]) -> bool:
     """Whether a score_mod is the score and a linear function of these buffers, whose factors depend on neither: its
     derivative by the score is 1. (Where it is -inf there is no derivative.)"""
-    parsed = program(text)
-    found: list[_Linear | None] = []
-    for n in parsed.nodes:
-        given = [found[x] for x in n.operands]
-        if n.op == "load":
-            fixed = all(g == _CONSTANT for g in given)
-            found.append(_Linear(0, n.of in buffers) if fixed else None)
-        elif n.op == "input" and n.of == "score":
-            found.append(_Linear(1, False))
-        else:
-            found.append(_MINUS_INFINITY if n.op == "constant" and n.of == -math.inf else _linear(n.op, given))
-    result = found[parsed.result]
-    return result is not None and result.score == 1
+    given = _language.parse(text)
+    count = len(given.buffers())
+    for n in _tangent(text, tuple(i in buffers for i in range(count))).nodes:
+        if (n.op, n.of) == ("input", "score") or (n.op == "load" and n.of in buffers):
+            return False
+    g = _language.graph(given.kind())  # the same without branches of -inf
+    for type_, rank in given.buffers():
+        g.add_buffer(type_, rank)
+    for type_ in given.scalars():
+        g.add_scalar(type_)
+    made: list[int] = []
+    for i, (op, _, _, operands) in enumerate(given.nodes()):
+        images = [made[x] for x in operands]
+        choices = [x for x in images[1:] if g.value(x) != -math.inf]
+        made.append(choices[0] if op == "where" and len(choices) == 1 else g.copy(given, i, images))
+    derivative = _language.parse(_language.derivative(g.text(made[given.result()]), [False] * count))
+    return derivative.node(derivative.result())[::2] == ("input", "grad")
 
 
 @dataclass
@@ -140,6 +116,10 @@ class Values:
     sizes: tuple[int, int, int, int]
     taking_part: Tensor | None = None
     starts: dict[str, int] | None = None  # where the inputs of places begin, each of which is a range in its dimension
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs["q_idx"].device
 
 
 def _floor_div(a: Tensor, b: Tensor) -> Tensor:
@@ -229,7 +209,7 @@ class _Evaluation:
     def __init__(self, text: Program, values: Values, known: dict[int, Tensor] | None = None) -> None:
         self.text, self.values = text, values
         self.known = {} if known is None else known
-        self.device = values.inputs["q_idx"].device
+        self.device = values.device
 
     def scalar(self, place: int) -> float:
         of_floats = [t == _language.FLOAT for t in self.text.scalars]
@@ -283,25 +263,6 @@ class _Evaluation:
         if n.op == "to_float":
             return operands[0].to(self.values.dtype)
         return _function(n.op)(*operands)
-
-    def of_reads(self, n: _Node, given: dict[int, Tensor]) -> Tensor:
-        """Of a node that is linear in these operands (adds_reads), what they give to it."""
-        first = next(iter(given.values()))
-        if n.op == "where":
-            return torch.where(self.operand(n.operands[0]), given.get(1, 0), given.get(2, 0))
-        if n.op == "sub":
-            return given[0] - given[1] if len(given) == 2 else first if 0 in given else -first
-        if n.op == "add":
-            return sum(given.values(), torch.zeros((), device=first.device))
-        if n.op == "mul":
-            return first * self.operand(n.operands[0 if 1 in given else 1])
-        if n.op == "div":
-            return first / self.operand(n.operands[1])
-        if n.op == "sum":
-            axis = n.operands[0]
-            shape = torch.broadcast_shapes(self.operand(axis).shape, first.shape)
-            return first.expand(shape).sum(self.dim(axis), keepdim=True)
-        return -first if n.op == "neg" else first
 
     def load_of(self, n: _Node, buffers: Sequence[Tensor] | dict[int, Tensor]) -> Tensor:
         buffer = buffers[n.of]
@@ -413,19 +374,8 @@ def evaluate(text: Program, values: Values) -> Tensor:
     return found.reshape(found.shape[:_SPATIAL]) if axes and found.dim() > _SPATIAL else found
 
 
-def evaluate_reads(text: Program, values: Values, buffers: Sequence[Tensor | None]) -> Tensor | None:
-    """What `buffers`, in place of those of adds_reads, add to the score, linear in them. None: nothing, of one and of
-    all."""
-    axes = len(text.axes)
-    if axes:
-        values.inputs = {k: t.reshape(*t.shape, *[1] * axes) for k, t in values.inputs.items()}
-    run = _Evaluation(text, values)
-    parts: dict[int, Tensor] = {}
-    for i, n in enumerate(text.nodes):
-        if n.op == "load":
-            if (buffer := buffers[n.of]) is not None:
-                parts[i] = run.load_of(n, {n.of: buffer})
-        elif given := {j: parts[x] for j, x in enumerate(n.operands) if x in parts}:
-            parts[i] = run.of_reads(n, given)
-    found = parts.get(text.result)
-    return found.reshape(found.shape[:_SPATIAL]) if found is not None and axes and found.dim() > _SPATIAL else found
+def evaluate_reads(text: str, values: Values, buffers: Sequence[Tensor | None]) -> Tensor:
+    """What `buffers`, in place of those of adds_reads, add to the score, linear in them. None: nothing."""
+    values.inputs = {**values.inputs, "grad": torch.zeros((1,) * _SPATIAL, dtype=values.dtype, device=values.device)}
+    values.buffers = [*values.buffers, *(b for b in buffers if b is not None)]
+    return evaluate(_tangent(text, tuple(b is not None for b in buffers)), values)

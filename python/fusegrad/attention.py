@@ -17,7 +17,8 @@ from . import _sharding
 from ._arguments import checked
 from ._known import known
 from ._sharding import ContextParallel, is_dtensor
-from ._tracing.cache import trace, tracing_state
+from ._tracing.cache import trace
+from ._tracing.thread_state import tracing_state
 from ._transforms import is_transformed
 from .nested import Packed
 from .score_mod import ScoreMod, check_kernel_size, split_scalars

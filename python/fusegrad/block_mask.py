@@ -69,7 +69,7 @@ def create_block_mask(
     Bounds of the mask_mod over whole blocks decide most of them: those of its indices, and minima and maxima of what it
     captures. Pairs are asked only where bounds do not decide, so that no memory of the order of Q_LEN * KV_LEN is
     needed, only the lists of the BlockMask themselves. Other values of captured tensors, and other lengths, compile
-    nothing anew. See docs/block_masks.md.
+    nothing anew. See docs/design/block_masks.md.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or what :func:`fusegrad.trace_mask_mod` made of it.

@@ -104,9 +104,9 @@ def jsd(
     With q = softmax(student / temperature), p = softmax(teacher / temperature) and M = (1 - beta) q + beta p, a row
     costs ``(1 - beta) KL(q | M) + beta KL(p | M)``; at the ends KL(p | q) for beta 0 and KL(q | p) for beta 1. There is
     no factor ``temperature**2``. Terms with a probability of 0 are 0, so -inf in either or both leaves finite what is
-    finite; equal rows cost exactly 0, with gradients of 0. The formulas stand in docs/distillation.md. Any number of
-    backwards gives bitwise the same gradients. A second differentiation, forward mode, ``torch.func`` and
-    ``torch.vmap``: see docs/transforms.md.
+    finite; equal rows cost exactly 0, with gradients of 0. The formulas stand in docs/design/divergences.md. Any number
+    of backwards gives bitwise the same gradients. A second differentiation, forward mode, ``torch.func`` and
+    ``torch.vmap``: see docs/design/transforms.md.
 
     Args:
         student: logits ``[..., V]``; float32, bfloat16, float16 (float64 on the CPU).
@@ -199,11 +199,12 @@ def kl_div(
     and with ``log_probs=True`` both are ``F.kl_div``'s ``input`` and, as with its ``log_target=True``, ``target``.
     'sum', 'mean' and 'batchmean' are PyTorch's where no row is ignored and rows are all dimensions but the last (its
     'batchmean' divides by the first dimension alone); the default is 'batchmean', which PyTorch recommends, and 'none'
-    gives a value a row, PyTorch's elements summed over the classes.
+    gives a value a row, PyTorch's elements summed over the classes. There is no factor ``temperature**2``. Arguments
+    that are not listed here are those of :func:`jsd`.
 
     Args:
-        student, teacher, labels, token_weight, normalizer, temperature, ignore_index, reduction, log_probs, tail,
-            tail_log_prob, inplace, vocab_parallel: as in :func:`jsd`. There is no factor ``temperature**2``.
+        student: logits ``[..., V]``, or log-probabilities with ``log_probs=True``.
+        teacher: the same, or a top-k teacher's log-probabilities and indices.
         reverse: ``KL(q | p)``, the student's own expectation (mode-seeking), in place of ``KL(p | q)``.
 
     Returns:

@@ -26,7 +26,7 @@ def _size(count: float) -> str:
 
 def _versions() -> Iterator[Line]:
     info = build_info()
-    folder = pathlib.Path(__file__).parent
+    folder = _load.folder
     yield "fusegrad", f"{info['version']} in {folder}"
     for library in sorted((folder / "lib").rglob("*.so")):
         note = ", the one loaded" if library == _load.library else ""

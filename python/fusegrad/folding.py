@@ -1,4 +1,4 @@
-"""Attention with additive biases over any leading dimensions, as models of proteins call it: docs/folding.md."""
+"""Attention with additive biases over any leading dimensions, as models of proteins call it: docs/learned_biases.md."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def biased_attention(
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     """``softmax(scale * query @ key.T + sum(biases)) @ value``, with biases that broadcast to the scores
-    ``[*, H, Q, K]`` and are never expanded. See docs/folding.md.
+    ``[*, H, Q, K]`` and are never expanded. See docs/learned_biases.md.
 
     Args:
         query: ``[*, H, Q, D]``, any leading dimensions; dtypes as of :func:`fusegrad.flex_attention`.

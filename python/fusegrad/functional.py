@@ -153,7 +153,8 @@ def cross_entropy(
 
     With logits z (after ``softcap``) and lse = log(sum(exp(z))), a row of target y costs ``lse - z[y]`` plus
     ``z_loss * lse**2``; class weights and smoothing as PyTorch defines them. Any number of backwards gives bitwise the
-    same gradients. A second differentiation, forward mode, ``torch.func`` and ``torch.vmap``: see docs/transforms.md.
+    same gradients. A second differentiation, forward mode, ``torch.func`` and ``torch.vmap``: see
+    docs/design/transforms.md.
 
     Args:
         input: logits, ``[V]``, ``[N, V]`` or ``[N, V, d1, ...]``; float32, bfloat16, float16 (float64 on the CPU).
@@ -303,7 +304,7 @@ def linear_cross_entropy(
         support: as in :func:`cross_entropy`, ``[..., K]``. The logits at these columns are kept, whatever the budget.
         inplace: permission to overwrite ``input`` with its gradient, under the checks of :func:`cross_entropy`.
         accumulate_dtype: dtype in which the weight's gradient adds up over chunks: float32 (the default), or the
-            weight's own, which saves 4 * V * H bytes and is less accurate (measured in docs/contract.md).
+            weight's own, which saves 4 * V * H bytes and is less accurate (measured in docs/guarantees.md).
         workspace_mib: budget for temporaries in MiB, above the gradients. The default stays below what the same call
             takes under torch.compile; 0 takes the least there is, at one more product. The smallest chunks may exceed
             it.
@@ -316,7 +317,7 @@ def linear_cross_entropy(
         batch_invariant: a row's loss, aux values and gradient of ``input`` are bitwise the same whatever other rows are
             in the call, however many there are, however ``workspace_mib`` cuts them and whichever outputs are asked
             for. Products run on a fixed number of rows, which the last ones are filled up to, and the gradients are
-            computed in the backward: docs/post_training.md has the price. The scale of reduction 'mean' and the
+            computed in the backward: docs/losses.md has the price. The scale of reduction 'mean' and the
             weight's gradient are of all rows. Not with class probabilities or ``vocab_parallel``.
         vocab_parallel: ``linear_weight`` and ``linear_bias`` (and the columns of class probabilities) are a part of
             the vocabulary's, and a group of processes has the others: see :class:`fusegrad.VocabParallel`. A weight
@@ -398,11 +399,12 @@ def linear_log_prob(
 
     With z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)) and p = softmax(z), a row has
     ``log p[target]`` and ``-sum(p * log(p))``, in nats. It is :func:`linear_cross_entropy` with reduction 'none' and
-    those aux values; a policy divided by a temperature t has ``logit_scale=1 / t``.
+    those aux values; a policy divided by a temperature t has ``logit_scale=1 / t``. Arguments that are not listed
+    here are those of :func:`linear_cross_entropy`.
 
     Args:
-        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, support, workspace_mib,
-            grad_weight_into, batch_invariant, vocab_parallel: as in :func:`linear_cross_entropy`.
+        input: hidden states ``[..., H]``.
+        linear_weight: the head ``[V, H]``.
         target: class indices ``[...]``, int64, int32 or uint8.
         return_entropy: False: ``entropy`` is None and costs nothing.
 

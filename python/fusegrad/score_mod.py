@@ -1,4 +1,4 @@
-"""score_mods and mask_mods of flex attention as texts of a small language: docs/score_mod.md.
+"""score_mods and mask_mods of flex attention as texts of a small language: docs/design/score_mod.md.
 
 A Python function that PyTorch's flex_attention accepts is run once on traced tensors; what it computes becomes a
 graph with a canonical text, and the tensors and numbers that it reads from its surroundings become arguments.
@@ -26,7 +26,7 @@ class ScoreMod:
     """A traced score_mod or mask_mod, which stands wherever its function may. It cannot be changed.
 
     Args:
-        text: In the language of docs/score_mod.md; becomes canonical.
+        text: In the language of docs/design/score_mod.md; becomes canonical.
         buffers: What the text calls ``@0``, ``@1``, …: tensors of the declared ranks, floating point, integer or
             bool as declared.
         scalars: What it calls ``$0``, ``$1``, …: Python numbers of the declared types.
@@ -53,7 +53,7 @@ class ScoreMod:
         try:
             graph = _language.parse(text)
         except ValueError as error:  # it begins with line and column
-            raise ValueError(f"ScoreMod: the text must be of docs/score_mod.md's language, but got {error}") from None
+            raise ValueError(f"ScoreMod: the text must be as docs/design/score_mod.md says, but got {error}") from None
         kind = graph.kind()
         if kind not in ("score_mod", "mask_mod"):
             raise ValueError(f"ScoreMod: the text must be of a score_mod or a mask_mod, but got a {kind}")
@@ -109,7 +109,8 @@ def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: Device |
     """Traces a score_mod: ``function(score, b, h, q_idx, kv_idx)`` of 0-d tensors, as for PyTorch's flex_attention.
 
     The function runs, a few times, on tensors without values; the same code with captured tensors of the same shapes is
-    not run again, whatever values they and captured numbers have (docs/score_mod.md says what is checked at each call).
+    not run again, whatever values they and captured numbers have (docs/design/score_mod.md says what is checked at each
+    call).
 
     Args:
         function: Returns the new score, a 0-d tensor. A :class:`ScoreMod` is returned as it is.
@@ -183,7 +184,7 @@ def split_scalars(scalars: Sequence[int | float | bool]) -> tuple[list[float], l
 @checked
 def explain(score_mod: Callable[..., Any] | ScoreMod) -> str:
     """Explains a score_mod: its text, its derivative, and how the gradient of each captured read is summed, and
-    why (docs/score_mod.md). A captured tensor counts as differentiable where it requires grad.
+    why (docs/design/score_mod.md). A captured tensor counts as differentiable where it requires grad.
 
     Args:
         score_mod: A function or what :func:`trace_score_mod` made of it.

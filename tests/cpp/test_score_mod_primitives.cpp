@@ -101,7 +101,7 @@ TEST(Primitives, KernelsAgreeWithFunctors) {
   }
 }
 
-// Values of the functor that the type rules promise (docs/score_mod.md).
+// Values of the functor that the type rules promise (docs/design/score_mod.md).
 TEST(Primitives, PromisedValues) {
   const auto f = [](double x) { return Value{Type::kFloat, x, 0}; };
   const auto i = [](int64_t x) { return Value{Type::kInt, 0, x}; };

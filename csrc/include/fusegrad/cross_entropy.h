@@ -28,6 +28,8 @@ struct CrossEntropyOptions {
   /// Permission to overwrite the input with its gradient. The input's version counter is raised then, and PyTorch
   /// raises where another op has saved it for its backward.
   TORCH_ARG(bool, inplace) = false;
+  /// The input's classes are a part of the vocabulary's.
+  TORCH_ARG(std::optional<VocabParallel>, vocab_parallel);
 };
 
 /// Cross entropy between logits and targets; a drop-in for torch::nn::functional::cross_entropy whose gradients

@@ -59,9 +59,11 @@ struct JSDOptions {
   TORCH_ARG(double, hard_weight) = 0.0;
   /// Permission to overwrite the student with its gradient, under the checks of cross_entropy.
   TORCH_ARG(bool, inplace) = false;
+  /// The columns of the student and of a dense teacher are a part of the vocabulary's.
+  TORCH_ARG(std::optional<VocabParallel>, vocab_parallel);
 };
 
-/// Generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits (docs/distillation.md).
+/// Generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits (docs/design/divergences.md).
 ///
 /// student: [..., V]; float32, bfloat16, float16 (float64 on the CPU). teacher: the same shape; where its dtype
 /// differs, both are read in the narrowest dtype that holds either. Gradients go to both, where they require them.

@@ -24,8 +24,10 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, support);
   /// Permission to overwrite the input with its gradient.
   TORCH_ARG(bool, inplace) = false;
+  /// linear_weight, linear_bias and the columns of class probabilities are a part of the vocabulary's.
+  TORCH_ARG(std::optional<VocabParallel>, vocab_parallel);
   /// float32 (the default): the weight's gradient accumulates in float32. The weight's own low-precision dtype: it
-  /// accumulates in that, chunk by chunk, which saves 4 * V * H bytes and costs accuracy (docs/contract.md).
+  /// accumulates in that, chunk by chunk, which saves 4 * V * H bytes and costs accuracy (docs/guarantees.md).
   TORCH_ARG(std::optional<at::ScalarType>, accumulate_dtype);
   /// Budget for temporary tensors, in MiB, above the gradients themselves. The smallest chunks may exceed it.
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
@@ -35,7 +37,7 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, grad_weight_into);
   /// A row's loss, aux values and gradient of the input are bitwise the same whatever other rows are in the call,
   /// however many there are, however workspace_mib cuts them and whichever outputs are asked for: products run on a
-  /// fixed number of rows. The gradients are computed in the backward. Class indices alone. docs/post_training.md has
+  /// fixed number of rows. The gradients are computed in the backward. Class indices alone. docs/losses.md has
   /// the price.
   TORCH_ARG(bool, batch_invariant) = false;
 };

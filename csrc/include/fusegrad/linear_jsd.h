@@ -31,6 +31,8 @@ struct LinearJSDOptions {
   TORCH_ARG(std::optional<int64_t>, vocab_size);
   /// Permission to overwrite the student's input with its gradient.
   TORCH_ARG(bool, inplace) = false;
+  /// The rows of both weights and of the biases are a part of the vocabulary's.
+  TORCH_ARG(std::optional<VocabParallel>, vocab_parallel);
   TORCH_ARG(std::optional<at::ScalarType>, accumulate_dtype);
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
 };

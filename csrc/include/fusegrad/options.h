@@ -7,8 +7,20 @@
 #include <optional>
 #include <string>
 #include <variant>
+#include <vector>
 
 namespace fusegrad {
+
+/// The part of a vocabulary that this process has; the other processes of a group have the rest. The logits or the rows
+/// of a head's weight and bias are this part, class weights are the whole vocabulary's, and all else (hidden states,
+/// targets, options) is the same in all processes, which make the same calls.
+struct VocabParallel {
+  /// The process group's name, by which torch.distributed finds it: c10d::ProcessGroup::getGroupName().
+  TORCH_ARG(std::string, group);
+  TORCH_ARG(int64_t, rank) = 0;  ///< this process's, in the group
+  /// Where the part of each rank starts and stops: {0, 5, 5, 13} for two. They are [0, V) without gaps and overlaps.
+  TORCH_ARG(std::vector<int64_t>, bounds);
+};
 
 /// What replaces the divisor of reduction "mean": nothing, a number, or a 0-d tensor on the input's device.
 using Normalizer = std::variant<std::monostate, double, at::Tensor>;

@@ -18,7 +18,9 @@ LinearJsdBackward kept(const LinearJsdForward& call, const Tensor& scales) {
           .rows = call.rows,
           .scales = scales,
           .settings = call.settings,
-          .linear = call.linear};
+          .linear = call.linear,
+          .shards = call.shards,
+          .different = call.different};
 }
 
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
@@ -41,6 +43,7 @@ struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
     if (!grads[0].defined()) return variable_list(kArguments);
     if (!makes_graph(ctx)) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
     auto call = load_arguments<LinearJsdBackward>(ctx, saved, kMade);
+    if (call.shards) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
     call.grad_loss = grads[0];
     call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
     const auto graph = kernels_have_second(call)
@@ -73,7 +76,8 @@ struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
       at::AutoDispatchBelowAutograd guard;
       return dispatch::linear_jsd_backward(call);
     };
-    if (!at::GradMode::is_enabled()) return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);
+    if (!at::GradMode::is_enabled() || call.shards)
+      return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);
     const auto graph =
         kernels_have_second(call) ? linear_jsd_graph(call, made()) : composite::linear_jsd_gradients(call);
     return linear_result(graph, call.needs_grad, 4);

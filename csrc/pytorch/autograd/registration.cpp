@@ -32,20 +32,19 @@ TORCH_LIBRARY_IMPL(fusegrad, Batched, m) { refuse_batched_gradients(m); }
 // Not those that mutate: this kernel would skip the one that raises versions.
 TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
   for (const auto* op :
-       {"cross_entropy_forward", "cross_entropy_backward", "cross_entropy_shard_gradient", "flex_attention_forward",
-        "flex_attention_backward", "flex_attention_dropout_mask", "flex_attention_jvp", "jsd_forward",
-        "linear_cross_entropy_forward", "linear_cross_entropy_backward", "linear_cross_entropy_second",
-        "linear_jsd_forward", "linear_jsd_backward", "refuse_gradient", "scale_gradient", "support_logits",
-        "support_logits_backward"}) {
+       {"cross_entropy_forward", "cross_entropy_backward", "flex_attention_forward", "flex_attention_backward",
+        "flex_attention_dropout_mask", "flex_attention_jvp", "jsd_forward", "linear_cross_entropy_forward",
+        "linear_cross_entropy_backward", "linear_cross_entropy_second", "linear_jsd_forward", "linear_jsd_backward",
+        "refuse_gradient", "scale_gradient", "support_logits", "support_logits_backward"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, ADInplaceOrView, m) {
   for (const auto* op :
-       {"cross_entropy_forward_", "cross_entropy_shard_gradient_", "flex_attention_backward_", "jsd_forward_",
-        "linear_cross_entropy_backward_", "linear_cross_entropy_backward_into", "linear_cross_entropy_backward_into_",
-        "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_", "support_logits_backward_into"}) {
+       {"cross_entropy_forward_", "flex_attention_backward_", "jsd_forward_", "linear_cross_entropy_backward_",
+        "linear_cross_entropy_backward_into", "linear_cross_entropy_backward_into_", "linear_cross_entropy_forward_",
+        "linear_jsd_forward_", "scale_gradient_", "support_logits_backward_into"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_overwritten>());
   }
 }

@@ -123,6 +123,9 @@ void save_arguments(torch::autograd::AutogradContext* ctx, const Backward& argum
     } else if constexpr (requires { value.has_value(); }) {
       numbers.push_back(value.has_value());
       if (value.has_value()) numbers.push_back(bits_of(*value));
+    } else if constexpr (requires { value.begin(); } && !std::is_same_v<Value, std::array<bool, 3>>) {
+      numbers.push_back(static_cast<int64_t>(value.size()));
+      for (const auto each : value) numbers.push_back(each);
     } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
       numbers.push_back(bits_of(value));
     }
@@ -149,6 +152,10 @@ Backward load_arguments(torch::autograd::AutogradContext* ctx, torch::autograd::
       if (there % 2 != 0) value = std::move(*tensor++);
     } else if constexpr (requires { value.has_value(); }) {
       if (*number++ != 0) value = from_bits<typename Value::value_type>(*number++);
+    } else if constexpr (requires { value.begin(); } && !std::is_same_v<Value, std::array<bool, 3>>) {
+      const auto count = *number++;
+      value.assign(number, number + count);
+      number += count;
     } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
       value = from_bits<Value>(*number++);
     }

@@ -23,7 +23,8 @@ struct SupportLogitsOf : NamedFunction<SupportLogitsOf, "linear_cross_entropy"> 
                                               .index = call.index,
                                               .accumulate_dtype = accumulate_dtype,
                                               .workspace_mib = call.workspace_mib,
-                                              .aux = call.aux});
+                                              .aux = call.aux,
+                                              .shards = call.shards});
     save_grad_weight_into(ctx, grad_weight_into);
     return op(call);
   }

@@ -39,8 +39,8 @@ void bind(py::Module m) {
   m.value("FLEX_MAX_SCORES", int64_t{fusegrad::kFlexMaxScores});
   m.value("FLEX_LOW", int64_t{fusegrad::kFlexLow});
   fusegrad::score_mod::bind(
-      m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/score_mod.md."));
-  fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/jit.md."));
+      m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/design/score_mod.md."));
+  fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/design/jit.md."));
 #ifdef FUSEGRAD_WITH_CUDA
   fusegrad::cuda::bind(
       m.submodule("flex", "The CUDA kernels of flex attention, without a GPU: see docs/flex_attention.md."));

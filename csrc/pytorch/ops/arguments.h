@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -43,6 +44,47 @@ using Flags = std::array<bool, count>;
 #define OPTION(Type, name) LIST(option(#name, &Self::name)) Type name
 #define ALL_OF(Type, name) LIST(all_of(&Self::name)) Type name
 #define ALL_OF_BACKWARD(Type, name) LIST(all_of<true>(&Self::name)) Type name
+
+// --- a vocabulary that processes share ----------------------------------------------------------------------
+
+/// The part of a vocabulary that this process has; the others of the group have the rest. Without bounds the vocabulary
+/// is whole.
+struct Shards {
+  FIELDS_OF(Shards)
+  OPTION(std::string, group);  ///< its name in torch.distributed
+  OPTION(int64_t, rank) = 0;
+  OPTION(std::vector<int64_t>, bounds);  ///< where the part of each rank starts and stops
+
+  explicit operator bool() const { return !bounds.empty(); }
+  int64_t world() const { return static_cast<int64_t>(bounds.size() / 2); }
+  int64_t start(int64_t of) const { return bounds[static_cast<size_t>(2 * of)]; }
+  int64_t stop(int64_t of) const { return bounds[static_cast<size_t>(2 * of + 1)]; }
+  int64_t start() const { return start(rank); }
+  int64_t size() const { return stop(rank) - start(rank); }
+  int64_t vocab() const { return bounds.empty() ? 0 : *std::max_element(bounds.begin(), bounds.end()); }
+  /// Columns of the largest part, by which chunks are planned: they must be the same in all processes.
+  int64_t largest() const {
+    int64_t most = 0;
+    for (int64_t r = 0; r < world(); ++r) most = std::max(most, stop(r) - start(r));
+    return most;
+  }
+};
+
+/// Compares what the processes of a group were given. `names` are those of the tensors, with commas between them;
+/// `kinds` has a number for each: -1 where it is absent and not among the `given`, else twice one more than the
+/// dimension that is this process's part (none: 0), and 1 more where it requires grad. `told` has a line for what else
+/// must be the same, `name: value`. `failed`: this process cannot make the call. Returns whether something differs,
+/// 0-d bool, where the device alone knows it.
+struct ShardsAgree {
+  FIELDS_OF(ShardsAgree)
+  REQUIRED(std::string, op);
+  REQUIRED(at::TensorList, given);
+  REQUIRED(std::string, names);
+  REQUIRED(std::vector<int64_t>, kinds);
+  REQUIRED(std::string, told);
+  REQUIRED(bool, failed) = false;
+  ALL_OF(Shards, shards);
+};
 
 // --- losses over class targets -------------------------------------------------------------------------------
 
@@ -85,6 +127,14 @@ struct CrossEntropyCall {
   int64_t aux = 0;
 };
 
+/// A call over a vocabulary that processes share.
+template <class Call>
+struct Sharded {
+  FIELDS_OF(Sharded)
+  ALL_OF(Call, call);
+  ALL_OF(Shards, shards);
+};
+
 struct CrossEntropyForward {
   FIELDS_OF(CrossEntropyForward)
   OVERWRITTEN(at::Tensor, logits);         ///< [N, V]
@@ -93,6 +143,10 @@ struct CrossEntropyForward {
   REQUIRED(OptionalTensor, token_weight);  ///< [N] acc
   REQUIRED(OptionalTensor, normalizer);    ///< 0-d acc
   ALL_OF(RowOptions, options);
+  /// The logits' columns are this process's part, and those of a probability target; indices and the class weights
+  /// count in the whole vocabulary.
+  ALL_OF(Shards, shards) {};
+  OPTION(OptionalTensor, different) {};  ///< what ShardsAgree returned: the results are NaN where it is true
 };
 
 struct CrossEntropyBackward {
@@ -109,6 +163,7 @@ struct CrossEntropyBackward {
   ALL_OF_BACKWARD(RowOptions, options);
   OPTION(OptionalTensor, grad_stats);  ///< of stats' shape; its rows of entropy and token_log_prob count
   LIST(option(&Self::options, "aux", &RowOptions::aux))
+  ALL_OF(Shards, shards) {};
 };
 
 /// What shapes the values of rows that are differentiated, beside the logits. A weight and a target are constants.
@@ -161,32 +216,6 @@ struct CrossEntropyRowsSecond {
   ALL_OF(RowSettings, settings);
 };
 
-/// The gradient of a shard's logits [N, V / processes], columns [vocab_start, vocab_start + size) of `vocab` of them;
-/// the in-place twin writes it over them. Indices and the class weights count in the whole vocabulary, a probability
-/// target's columns are the shard's. `lse`, `lse_low` and (dense targets) `mass` are of whole rows, see RowGradient;
-/// `scales` holds the first two of RowScales. The last four are of whole rows too, [N] acc; those that are absent are
-/// 0.
-struct CrossEntropyShardGradient {
-  FIELDS_OF(CrossEntropyShardGradient)
-  OVERWRITTEN(at::Tensor, logits);
-  REQUIRED(OptionalTensor, grad_loss);
-  REQUIRED(OptionalTensor, grad_lse);
-  REQUIRED(at::Tensor, target);
-  REQUIRED(OptionalTensor, weight);
-  REQUIRED(at::Tensor, lse);
-  REQUIRED(at::Tensor, lse_low);
-  REQUIRED(OptionalTensor, mass);
-  REQUIRED(at::Tensor, scales);
-  REQUIRED(OptionalTensor, token_weight);
-  ALL_OF_BACKWARD(RowOptions, options);
-  REQUIRED(int64_t, vocab_start) = 0;
-  REQUIRED(int64_t, vocab) = 0;
-  OPTION(OptionalTensor, grad_log_prob);
-  OPTION(OptionalTensor, grad_entropy);
-  OPTION(OptionalTensor, entropy);
-  OPTION(OptionalTensor, entropy_low);
-};
-
 // --- linear cross entropy ------------------------------------------------------------------------------------
 
 struct LinearCrossEntropyCall {
@@ -233,6 +262,8 @@ struct LinearCrossEntropyForward {
   REQUIRED(Flags<3>, needs_grad) {};
   OPTION(bool, keep_logits) = false;
   OPTION(OptionalTensor, row_scale);  ///< [N] acc
+  ALL_OF(Shards, shards) {};          ///< as CrossEntropyForward's, of the weight's rows
+  OPTION(OptionalTensor, different) {};
 };
 
 /// `logits` are those that the forward kept; without them they are computed again. The in-place twin writes over them.
@@ -256,6 +287,8 @@ struct LinearCrossEntropyBackward {
   OPTION(OptionalTensor, grad_stats);
   LIST(option(&Self::options, "aux", &RowOptions::aux))
   OPTION(OptionalTensor, row_scale);
+  ALL_OF(Shards, shards) {};
+  LIST(option(&Self::linear, "accumulate_dtype", &LinearOptions::accumulate_dtype))  ///< of shards alone
 };
 
 /// The weight's gradient is added to `grad_weight_into` [V, H] acc, and comes back empty.
@@ -294,7 +327,8 @@ struct SupportLogits {
   REQUIRED(OptionalTensor, linear_bias);
   REQUIRED(at::Tensor, index);
   REQUIRED(std::optional<int64_t>, workspace_mib);
-  OPTION(int64_t, aux) = 0;  ///< kBatchInvariant or 0
+  OPTION(int64_t, aux) = 0;   ///< kBatchInvariant or 0
+  ALL_OF(Shards, shards) {};  ///< the weight's rows are a part, of whose vocabulary are the columns
 };
 
 /// A column may come once in a row. What is given to an index outside [0, V) is lost.
@@ -309,6 +343,7 @@ struct SupportLogitsBackward {
   REQUIRED(std::optional<int64_t>, workspace_mib);
   REQUIRED(Flags<3>, needs_grad) {};
   OPTION(int64_t, aux) = 0;
+  ALL_OF(Shards, shards) {};
 };
 
 struct SupportLogitsBackwardInto {
@@ -399,8 +434,8 @@ struct JsdForward {
   ALL_OF(JsdRows, rows);
   ALL_OF(JsdSettings, settings);
   REQUIRED(Flags<2>, needs_grad) {};
-  OPTION(bool, partial) =
-      false;  ///< log-probabilities are parts of longer rows: they do not sum to 1, the sum may be negative
+  ALL_OF(Shards, shards) {};             ///< the columns of the student and of a dense teacher are this process's part
+  OPTION(OptionalTensor, different) {};  ///< as CrossEntropyForward's
 };
 
 /// What a graph of jsd's gradients is made of. No op has these arguments: the forward makes the gradients.
@@ -525,6 +560,8 @@ struct LinearJsdForward {
   ALL_OF(JsdSettings, settings);
   ALL_OF(LinearJsdOptions, linear);
   REQUIRED(Flags<3>, needs_grad) {};
+  ALL_OF(Shards, shards) {};
+  OPTION(OptionalTensor, different) {};
 };
 
 struct LinearJsdBackward {
@@ -537,6 +574,8 @@ struct LinearJsdBackward {
   ALL_OF_BACKWARD(JsdSettings, settings);
   ALL_OF(LinearJsdOptions, linear);
   REQUIRED(Flags<3>, needs_grad) {};
+  ALL_OF(Shards, shards) {};
+  OPTION(OptionalTensor, different) {};
 };
 
 /// As LinearCrossEntropySecond, of rows of a dense teacher: `upstream` is [2, N] acc, of the soft and the hard parts,

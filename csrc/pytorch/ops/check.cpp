@@ -133,4 +133,11 @@ void check_target_range(const char* op, const at::Tensor& target, int64_t vocab,
   }
 }
 
+Tensor as_rows(const Tensor& tensor) {
+  if (tensor.dim() == 2) return tensor;
+  c10::SymInt rows = 1;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) rows = rows * tensor.sym_size(i);
+  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
+}
+
 }  // namespace fusegrad

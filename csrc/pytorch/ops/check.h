@@ -53,6 +53,9 @@ std::optional<at::Tensor> make_row_value(const char* op, const char* name, const
 std::optional<at::Tensor> make_normalizer(const char* op, const at::Tensor& input,
                                           const std::optional<at::Tensor>& normalizer, at::ScalarType acc);
 
+/// [..., C] as [N, C], also where C is 0.
+at::Tensor as_rows(const at::Tensor& tensor);
+
 /// Rule 15: on the CPU, an index outside [0, V) that is not ignore_index raises IndexError with its position. On
 /// the GPU only where set_check_targets(true) asks for it.
 void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index,

@@ -26,6 +26,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "fusegrad/options.h"
 #include "pytorch/ops/check.h"
@@ -214,6 +215,8 @@ struct ArgumentType<at::IntArrayRef> : PassedAs<at::IntArrayRef> {
   static std::string name() { return "int[]"; }
 };
 template <>
+struct ArgumentType<std::vector<int64_t>> : ArgumentType<at::IntArrayRef> {};
+template <>
 struct ArgumentType<at::ArrayRef<double>> : PassedAs<at::ArrayRef<double>> {
   static std::string name() { return "float[]"; }
 };
@@ -246,6 +249,8 @@ template <class F>
 void take(typename F::Value& to, Passed<F> from) {
   if constexpr (F::kKind == Kind::kNoneIsDefault || std::is_same_v<typename F::Value, Normalizer>) {
     if (from.has_value()) to = *from;
+  } else if constexpr (std::is_same_v<typename F::Value, std::vector<int64_t>>) {
+    to.assign(from.begin(), from.end());
   } else {
     to = from;
   }
@@ -273,6 +278,7 @@ inline std::string default_text(double value) {
   return {text.data(), std::to_chars(text.begin(), text.end(), value).ptr};  // the shortest that is this very number
 }
 inline std::string default_text(const std::string& value) { return "'" + value + "'"; }
+inline std::string default_text(const std::vector<int64_t>& /*value: empty*/) { return "[]"; }
 inline std::string default_text(const Normalizer& /*value*/) { return "None"; }
 template <class T>
 std::string default_text(const std::optional<T>& value) {

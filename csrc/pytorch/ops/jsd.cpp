@@ -10,6 +10,7 @@
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
 #include "pytorch/ops/jsd_settings.h"
+#include "pytorch/ops/shards.h"
 
 namespace fusegrad {
 namespace {
@@ -18,16 +19,22 @@ using at::Tensor;
 
 constexpr const char* kOp = "jsd";
 
-template <bool inplace>
-LossTuple jsd_op(const JsdCall& call) {
+// A call, checked.
+struct CheckedJsdCall {
+  JsdForward forward;
+  std::vector<c10::SymInt> row_shape;
+  bool overwrite = false;
+};
+
+CheckedJsdCall prepare(const JsdCall& call, const Shards& shards, bool inplace) {
   const auto tensors = tensors_of(call);
-  const bool transformed = is_transformed(tensors);
   const auto &student = call.student, &teacher = call.teacher;
+  if (shards && is_transformed(tensors)) refuse_transforms("jsd with vocab_parallel", tensors);
   check_floating(kOp, "student", student);
   FUSEGRAD_CHECK_VALUE(student.dim() >= 1, kOp, "student must have shape [..., V], but got a 0-d tensor");
   auto settings = make_settings(kOp, call);
 
-  const std::vector<c10::SymInt> row_shape(student.sym_sizes().begin(), student.sym_sizes().end() - 1);
+  std::vector<c10::SymInt> row_shape(student.sym_sizes().begin(), student.sym_sizes().end() - 1);
   auto dtype = student.scalar_type();
   Tensor teacher_rows;
   if (call.teacher_indices.has_value()) {
@@ -47,16 +54,42 @@ LossTuple jsd_op(const JsdCall& call) {
   JsdForward forward{.student = as_rows(cast),
                      .teacher = teacher_rows,
                      .rows = make_jsd_rows(kOp, student, call, row_shape, acc_type(dtype)),
-                     .settings = settings};
-  if (transformed) return to_front(kOp, composite::jsd(kOp, forward), row_shape, settings, /*constants=*/false);
-  const bool overwrite = inplace && cast.is_same(student) && may_overwrite(student, tensors);
-  return to_front(kOp, autograd::jsd(forward, overwrite), row_shape, settings);
+                     .settings = settings,
+                     .shards = shards};
+  const bool overwrite =
+      inplace && !is_transformed(tensors) && cast.is_same(student) && may_overwrite(student, tensors);
+  return {std::move(forward), std::move(row_shape), overwrite};
+}
+
+LossTuple run(const JsdCall& call, const Shards& shards, bool inplace) {
+  const int64_t last = call.student.dim() - 1;
+  const Parts parts{{"student", last}, {call.teacher_indices ? "" : "teacher", last}};
+  auto [made, different] = prepared_by_all(kOp, call, shards, parts, [&] { return prepare(call, shards, inplace); });
+  auto& [forward, row_shape, overwrite] = made;
+  forward.different = different;
+  if (is_transformed(tensors_of(call)))
+    return to_front(kOp, composite::jsd(kOp, forward), row_shape, forward.settings, /*constants=*/false);
+  return to_front(kOp, autograd::jsd(forward, overwrite), row_shape, forward.settings);
+}
+
+template <bool inplace>
+LossTuple jsd_op(const JsdCall& call) {
+  return run(call, {}, inplace);
+}
+
+template <bool inplace>
+LossTuple jsd_sharded_op(const Sharded<JsdCall>& call) {
+  return run(call.call, call.shards, inplace);
 }
 
 JSDOutput run_jsd(JsdCall call, const JSDAux& aux) {
   static const Twins<JsdCall, LossTuple> op("fusegrad::jsd");
   call.aux = aux_bits(aux);
   put_on_device(kOp, call.options.normalizer(), call.student);
+  if (const auto shards = shards_of(call.options.vocab_parallel())) {
+    static const Twins<Sharded<JsdCall>, LossTuple> sharded("fusegrad::jsd_sharded");
+    return from_front(sharded({call, shards}, call.options.inplace()), aux);
+  }
   return from_front(op(call, call.options.inplace()), aux);
 }
 
@@ -78,15 +111,19 @@ Tensor jsd(const Tensor& student, const TopK& teacher, const JSDOptions& options
   return jsd_with_aux(student, teacher, options, JSDAux()).loss;
 }
 
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+namespace {
+
+void implement_jsd_front(torch::Library& m) {
   m.impl("jsd", named_kernel<"jsd", unpacked<jsd_op<false>>()>());
   m.impl("jsd_", named_kernel<"jsd", unpacked<jsd_op<true>>()>());
+  m.impl("jsd_sharded", named_kernel<"jsd", unpacked<jsd_sharded_op<false>>()>());
+  m.impl("jsd_sharded_", named_kernel<"jsd", unpacked<jsd_sharded_op<true>>()>());
 }
 
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_jsd_front(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
-  m.impl("jsd", named_kernel<"jsd", unpacked<jsd_op<false>>()>());
-  m.impl("jsd_", named_kernel<"jsd", unpacked<jsd_op<true>>()>());
-}
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_jsd_front(m); }
 
 }  // namespace fusegrad

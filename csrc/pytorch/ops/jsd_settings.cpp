@@ -116,13 +116,6 @@ Tensor make_top_k(const char* op, const char* name, const Tensor& log_probs, con
   return as_rows(log_probs.to(acc)).contiguous();
 }
 
-Tensor as_rows(const Tensor& tensor) {
-  if (tensor.dim() == 2) return tensor;
-  c10::SymInt rows = 1;
-  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) rows = rows * tensor.sym_size(i);
-  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
-}
-
 double roundoff_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:
@@ -171,14 +164,18 @@ void check_indices(const char* op, const Tensor& index, int64_t vocab) {
   }
 }
 
+// A user's own normaliser was rounded too, perhaps far from 1: what is meant to be caught is far from 1 as well.
+double tolerance_of_sums(const JsdSettings& settings, int64_t columns) {
+  return std::max(1e-3, 16 * settings.roundoff * (1 + std::log(static_cast<double>(columns))));
+}
+
 // Raises where in a row that counts the exponentials sum to more than 1 + tolerance, or to less than 1 - tolerance
 // where the row is whole. NaN passes, and makes the loss NaN.
 void check_sums(const char* op, const char* name, const Tensor& log_probs, const JsdRows& rows,
                 const JsdSettings& settings, bool whole) {
   const int64_t count = log_probs.size(0), columns = log_probs.size(1);
   if (log_probs.numel() == 0 || !(log_probs.is_cpu() || check_targets_enabled())) return;
-  // A user's own normaliser was rounded too, perhaps far from 1: what is meant to be caught is far from 1 as well.
-  const double tolerance = std::max(1e-3, 16 * settings.roundoff * (1 + std::log(static_cast<double>(columns))));
+  const double tolerance = tolerance_of_sums(settings, columns);
   const int64_t step = std::max<int64_t>(1, (int64_t{1} << 22) / columns);
   for (int64_t first = 0; first < count; first += step) {
     const auto part = [&](const Tensor& tensor) { return tensor.narrow(0, first, std::min(step, count - first)); };
@@ -209,6 +206,21 @@ void check_top_k(const char* op, const Tensor& teacher, const JsdRows& rows, con
                  int64_t vocab) {
   check_indices(op, *rows.teacher_index, vocab);
   check_sums(op, "a top-k teacher", teacher, rows, settings, /*whole=*/false);
+}
+
+void check_log_prob_sums(const char* op, const char* name, const Tensor& sums, const JsdRows& rows,
+                         const JsdSettings& settings, int64_t columns, int64_t first) {
+  if (sums.numel() == 0 || !(sums.is_cpu() || check_targets_enabled())) return;
+  const double tolerance = tolerance_of_sums(settings, columns);
+  auto wrong = sums.gt(1 + tolerance).logical_or(sums.lt(1 - tolerance));
+  if (rows.labels) wrong = wrong.logical_and(rows.labels->narrow(0, first, sums.size(0)).ne(settings.ignore_index));
+  const auto positions = wrong.nonzero();
+  if (positions.size(0) == 0) return;
+  const auto row = positions[0].item<int64_t>();
+  FUSEGRAD_CHECK_VALUE(false, op, name,
+                       " must be log-probabilities, none above 0, whose exponentials sum to 1 (within ", tolerance,
+                       "), but got a sum of ", sums[row].item<double>(), " at row ", first + row,
+                       ": logits need log_softmax, and probabilities log");
 }
 
 void check_log_probs(const char* op, const char* name, const Tensor& log_probs, const JsdRows& rows,

@@ -35,9 +35,6 @@ inline JsdSoftSettings soft_settings(const JsdRows& rows, const JsdSettings& s) 
 at::Tensor make_top_k(const char* op, const char* name, const at::Tensor& log_probs, const at::Tensor& indices,
                       const at::Tensor& student, c10::SymIntArrayRef row_shape, at::ScalarType acc);
 
-/// [..., C] as [N, C], also where C is 0.
-at::Tensor as_rows(const at::Tensor& tensor);
-
 /// Half the spacing of a dtype's numbers at 1.
 double roundoff_of(at::ScalarType dtype);
 /// That of a top-k teacher's log-probabilities and its tail's: of those in which they came, `acc` at the least.
@@ -48,6 +45,9 @@ double roundoff_of_top_k(const at::Tensor& log_probs, const std::optional<at::Te
 /// distributions. `teacher` is [N, K] acc.
 void check_top_k(const char* op, const at::Tensor& teacher, const JsdRows& rows, const JsdSettings& settings,
                  int64_t vocab);
+/// Of the sums [n] of whole rows' exponentials, of rows from `first` on.
+void check_log_prob_sums(const char* op, const char* name, const at::Tensor& sums, const JsdRows& rows,
+                         const JsdSettings& settings, int64_t columns, int64_t first);
 /// Of dense log-probabilities [N, V].
 void check_log_probs(const char* op, const char* name, const at::Tensor& log_probs, const JsdRows& rows,
                      const JsdSettings& settings);

@@ -2,13 +2,17 @@
 
 #include <torch/library.h>
 
+#include <limits>
+
 #include "losses/linear_plan.h"
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
+#include "pytorch/ops/shards.h"
 #include "pytorch/ops/support.h"
+#include "pytorch/rows/collectives.h"
 
 namespace fusegrad {
 namespace {
@@ -65,66 +69,113 @@ void check_buffer(const LinearCrossEntropyCall& call, at::ArrayRef<const Tensor*
                        " with grad_weight_into, but got ", *accumulate);
 }
 
-template <bool inplace>
-LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
+// A call, checked.
+struct CheckedLinearCall {
+  RowOptions options;
+  RowArguments rows;
+  LinearOptions linear;
+  Tensor matrix, support;
+  OptionalTensor row_scale;
+  bool deferred = false, overwrite = false;
+};
+
+CheckedLinearCall prepare(const LinearCrossEntropyCall& call, const Shards& shards, bool inplace) {
   const auto tensors = tensors_of(call);
   const bool transformed = is_transformed(tensors);
-  if (transformed && call.options.support()) refuse_transforms("linear_cross_entropy with a support", tensors);
-  if (transformed && (call.options.grad_weight_into() || call.options.batch_invariant()))
-    refuse_transforms("linear_cross_entropy with grad_weight_into or batch_invariant", tensors);
   const auto &input = call.input, &linear_weight = call.linear_weight, &target = call.target;
   const auto& o = call.options;
+  if (transformed && shards) refuse_transforms("linear_cross_entropy with vocab_parallel", tensors);
+  if (transformed && o.support()) refuse_transforms("linear_cross_entropy with a support", tensors);
+  if (transformed && (o.grad_weight_into() || o.batch_invariant()))
+    refuse_transforms("linear_cross_entropy with grad_weight_into or batch_invariant", tensors);
   check_linear(kOp, "input", input, "linear_weight", linear_weight, "linear_bias", o.linear_bias());
-  auto options = make_row_options(kOp, call);
+  FUSEGRAD_CHECK_VALUE(!shards || !o.batch_invariant(), kOp,
+                       "batch_invariant must be False over a sharded vocabulary, but got True");
+  CheckedLinearCall made;
+  made.options = make_row_options(kOp, call);
+  auto& options = made.options;
   check_budget(kOp, "linear_weight", linear_weight, o.accumulate_dtype(), o.workspace_mib());
   if (o.grad_weight_into()) check_buffer(call, tensors);
-  const LinearOptions linear{o.logit_scale(), o.accumulate_dtype(), o.workspace_mib()};
+  made.linear = {o.logit_scale(), o.accumulate_dtype(), o.workspace_mib()};
   // Under autocast only the input is cast here: the op itself rounds the weight, so that a float32 weight gets its
   // gradient in float32.
   const auto dtype = autocast_dtype(input).value_or(input.scalar_type());
   const auto cast = input.scalar_type() == at::kDouble ? input : input.to(dtype);
   std::vector<c10::SymInt> row_shape(input.sym_sizes().begin(), input.sym_sizes().end() - 1);
-  const auto rows = make_row_arguments(
-      kOp, call, options, {std::move(row_shape), linear_weight.sym_size(0), input.dim() - 1, cast.scalar_type()});
+  const auto columns = linear_weight.sym_size(0);
+  made.rows = make_row_arguments(kOp, call, options,
+                                 {std::move(row_shape), columns, shards ? c10::SymInt(shards.vocab()) : columns,
+                                  input.dim() - 1, cast.scalar_type()});
   check_no_grad(kOp, "target", target);
 
-  const auto row_scale = make_row_scale(input, o, rows);
-  if (row_scale && at::GradMode::is_enabled() && row_scale->requires_grad()) options.aux |= kScaleGradient;
+  made.row_scale = make_row_scale(input, o, made.rows);
+  if (made.row_scale && at::GradMode::is_enabled() && made.row_scale->requires_grad()) options.aux |= kScaleGradient;
   if (o.batch_invariant()) {
-    FUSEGRAD_CHECK_VALUE(!rows.target.is_floating_point(), kOp,
+    FUSEGRAD_CHECK_VALUE(!made.rows.target.is_floating_point(), kOp,
                          "batch_invariant must be False with class probabilities, but got True");
     options.aux |= kBatchInvariant;
   }
-  const bool deferred = options.reduction == at::Reduction::None || linear.workspace_mib == 0 || o.grad_weight_into() ||
-                        (options.aux & (kAuxDifferentiable | kScaleGradient | kBatchInvariant)) != 0;
-  const bool overwrite =
-      inplace && !transformed && !o.support() && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
-  const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
-  if (o.support()) {
-    const auto support = make_support(kOp, call, rows);
-    auto some = autograd::support_logits(
-        {matrix, linear_weight, o.linear_bias(), support, linear.workspace_mib, options.aux & kBatchInvariant},
-        linear.accumulate_dtype, o.grad_weight_into());
-    if (linear.logit_scale != 1.0) some = some * linear.logit_scale;
-    if (row_scale) some = some * row_scale->unsqueeze(1);
-    options.aux &= ~kScaleGradient;
-    return support_loss(kOp, some, support, linear_weight.sym_size(0), rows, options);
-  }
+  made.deferred = options.reduction == at::Reduction::None || o.workspace_mib() == 0 || o.grad_weight_into() ||
+                  (options.aux & (kAuxDifferentiable | kScaleGradient | kBatchInvariant)) != 0;
+  made.overwrite =
+      inplace && !transformed && !o.support() && cast.is_same(input) && !made.deferred && may_overwrite(input, tensors);
+  made.matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
+  if (o.support()) made.support = make_support(kOp, call, made.rows);
+  return made;
+}
+
+LossTuple loss_of_support(const LinearCrossEntropyCall& call, const CheckedLinearCall& of, const Shards& shards,
+                          const OptionalTensor& different) {
+  auto options = of.options;
+  auto some = autograd::support_logits({of.matrix, call.linear_weight, call.options.linear_bias(),
+                                        shards ? columns_of(of.support, shards, -1) : of.support,
+                                        of.linear.workspace_mib, options.aux & kBatchInvariant, shards},
+                                       of.linear.accumulate_dtype, call.options.grad_weight_into());
+  if (of.linear.logit_scale != 1.0) some = some * of.linear.logit_scale;
+  if (of.row_scale) some = some * of.row_scale->unsqueeze(1);
+  if (different) some = some.masked_fill(*different, std::numeric_limits<double>::quiet_NaN());
+  options.aux &= ~kScaleGradient;
+  const auto vocab = shards ? c10::SymInt(shards.vocab()) : call.linear_weight.sym_size(0);
+  return support_loss(kOp, some, of.support, vocab, of.rows, options);
+}
+
+LossTuple run(const LinearCrossEntropyCall& call, const Shards& shards, bool inplace) {
+  const Parts parts{{"linear_weight", 0},
+                    {"linear_bias", 0},
+                    {"grad_weight_into", 0},
+                    {call.target.is_floating_point() ? "target" : "", call.target.dim() - 1}};
+  const auto [made, different] =
+      prepared_by_all(kOp, call, shards, parts, [&] { return prepare(call, shards, inplace); });
+  if (call.options.support()) return loss_of_support(call, made, shards, different);
+  const auto& [options, rows, linear, matrix, support, row_scale, deferred, overwrite] = made;
+  const bool keep = !shards && deferred && logits_fit(matrix, call.linear_weight, linear.workspace_mib);
   LinearCrossEntropyForward forward{.input = matrix,
-                                    .linear_weight = linear_weight,
+                                    .linear_weight = call.linear_weight,
                                     .target = rows.target,
-                                    .linear_bias = o.linear_bias(),
+                                    .linear_bias = call.options.linear_bias(),
                                     .weight = rows.weight,
                                     .token_weight = rows.token_weight,
                                     .normalizer = rows.normalizer,
                                     .options = options,
                                     .linear = linear,
-                                    .keep_logits = deferred && logits_fit(matrix, linear_weight, linear.workspace_mib),
-                                    .row_scale = row_scale};
-  if (transformed)
+                                    .keep_logits = keep,
+                                    .row_scale = row_scale,
+                                    .shards = shards,
+                                    .different = different};
+  if (is_transformed(tensors_of(call)))
     return to_front(kOp, composite::linear_cross_entropy(kOp, forward), rows, options, /*constants=*/false);
-  return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite, o.grad_weight_into()), rows,
-                  options);
+  return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite, call.options.grad_weight_into()),
+                  rows, options);
+}
+
+template <bool inplace>
+LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
+  return run(call, {}, inplace);
+}
+
+template <bool inplace>
+LossTuple linear_cross_entropy_sharded_op(const Sharded<LinearCrossEntropyCall>& call) {
+  return run(call.call, call.shards, inplace);
 }
 
 }  // namespace
@@ -134,6 +185,10 @@ LossOutput linear_cross_entropy_with_aux(const Tensor& input, const Tensor& line
   static const Twins<LinearCrossEntropyCall, LossTuple> op("fusegrad::linear_cross_entropy");
   LinearCrossEntropyCall call{input, linear_weight, target, options, aux_bits(aux)};
   put_on_device(kOp, call.options.normalizer(), input);
+  if (const auto shards = shards_of(options.vocab_parallel())) {
+    static const Twins<Sharded<LinearCrossEntropyCall>, LossTuple> sharded("fusegrad::linear_cross_entropy_sharded");
+    return from_front(sharded({call, shards}, options.inplace()), aux);
+  }
   return from_front(op(call, options.inplace()), aux);
 }
 
@@ -160,15 +215,21 @@ LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const 
   return {out.aux.token_log_prob, out.aux.entropy};
 }
 
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+namespace {
+
+void implement_linear_cross_entropy_front(torch::Library& m) {
   m.impl("linear_cross_entropy", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<false>>()>());
   m.impl("linear_cross_entropy_", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<true>>()>());
+  m.impl("linear_cross_entropy_sharded",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_sharded_op<false>>()>());
+  m.impl("linear_cross_entropy_sharded_",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_sharded_op<true>>()>());
 }
 
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_linear_cross_entropy_front(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
-  m.impl("linear_cross_entropy", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<false>>()>());
-  m.impl("linear_cross_entropy_", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<true>>()>());
-}
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_linear_cross_entropy_front(m); }
 
 }  // namespace fusegrad

@@ -10,6 +10,7 @@
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
 #include "pytorch/ops/jsd_settings.h"
+#include "pytorch/ops/shards.h"
 
 namespace fusegrad {
 namespace {
@@ -94,37 +95,71 @@ JsdSettings make_linear_settings(const LinearJsdCall& call) {
   return settings;
 }
 
-template <bool inplace>
-LossTuple linear_jsd_op(const LinearJsdCall& call) {
+// A call, checked.
+struct CheckedLinearJsdCall {
+  LinearJsdForward forward;
+  std::vector<c10::SymInt> row_shape;
+  bool recompute = false, overwrite = false;
+};
+
+CheckedLinearJsdCall prepare(const LinearJsdCall& call, const Shards& shards, bool inplace) {
   const auto tensors = tensors_of(call);
-  const bool transformed = is_transformed(tensors);
   const auto& student_input = call.student_input;
   const auto& o = call.options;
+  if (shards && is_transformed(tensors)) refuse_transforms("linear_jsd with vocab_parallel", tensors);
+  FUSEGRAD_CHECK_VALUE(!shards || !o.vocab_size(), kOp,
+                       "vocab_size must be None with vocab_parallel, whose parts are the rows that count, but got ",
+                       o.vocab_size().value_or(0));
   check_linear(kOp, "student_input", student_input, "student_weight", call.student_weight, "student_bias",
                o.student_bias());
   const auto settings = make_linear_settings(call);
   check_budget(kOp, "student_weight", call.student_weight, o.accumulate_dtype(), o.workspace_mib());
 
   const auto cast = cast_input(student_input);
-  const std::vector<c10::SymInt> row_shape(student_input.sym_sizes().begin(), student_input.sym_sizes().end() - 1);
+  std::vector<c10::SymInt> row_shape(student_input.sym_sizes().begin(), student_input.sym_sizes().end() - 1);
   LinearJsdForward forward{.student_input = as_rows(cast),
                            .heads = make_heads(call, cast.scalar_type(), row_shape),
                            .rows = {},
                            .settings = settings,
-                           .linear = {o.vocab_size(), o.accumulate_dtype(), o.workspace_mib()}};
+                           .linear = {o.vocab_size(), o.accumulate_dtype(), o.workspace_mib()},
+                           .shards = shards};
   check_vocabularies(call.student_weight, call.teacher_weight, o.vocab_size());
   forward.rows = make_jsd_rows(kOp, student_input, call, row_shape, acc_type(cast.scalar_type()));
 
-  if (transformed) return to_front(kOp, composite::linear_jsd(kOp, forward), row_shape, settings, /*constants=*/false);
   const bool recompute = settings.reduction == at::Reduction::None || o.workspace_mib() == 0;
-  const bool overwrite = inplace && cast.is_same(student_input) && !recompute && may_overwrite(student_input, tensors);
-  return to_front(kOp, autograd::linear_jsd(forward, recompute, overwrite), row_shape, settings);
+  const bool overwrite = inplace && !is_transformed(tensors) && cast.is_same(student_input) && !recompute &&
+                         may_overwrite(student_input, tensors);
+  return {std::move(forward), std::move(row_shape), recompute, overwrite};
+}
+
+LossTuple run(const LinearJsdCall& call, const Shards& shards, bool inplace) {
+  const Parts parts{{"student_weight", 0}, {"teacher_weight", 0}, {"student_bias", 0}, {"teacher_bias", 0}};
+  auto [made, different] = prepared_by_all(kOp, call, shards, parts, [&] { return prepare(call, shards, inplace); });
+  auto& [forward, row_shape, recompute, overwrite] = made;
+  forward.different = different;
+  if (is_transformed(tensors_of(call)))
+    return to_front(kOp, composite::linear_jsd(kOp, forward), row_shape, forward.settings, /*constants=*/false);
+  return to_front(kOp, autograd::linear_jsd(forward, recompute, overwrite), row_shape, forward.settings);
+}
+
+template <bool inplace>
+LossTuple linear_jsd_op(const LinearJsdCall& call) {
+  return run(call, {}, inplace);
+}
+
+template <bool inplace>
+LossTuple linear_jsd_sharded_op(const Sharded<LinearJsdCall>& call) {
+  return run(call.call, call.shards, inplace);
 }
 
 JSDOutput run_linear_jsd(LinearJsdCall call, const JSDAux& aux) {
   static const Twins<LinearJsdCall, LossTuple> op("fusegrad::linear_jsd");
   call.aux = aux_bits(aux);
   put_on_device(kOp, call.options.normalizer(), call.student_input);
+  if (const auto shards = shards_of(call.options.vocab_parallel())) {
+    static const Twins<Sharded<LinearJsdCall>, LossTuple> sharded("fusegrad::linear_jsd_sharded");
+    return from_front(sharded({call, shards}, call.options.inplace()), aux);
+  }
   return from_front(op(call, call.options.inplace()), aux);
 }
 
@@ -151,15 +186,19 @@ Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, con
   return linear_jsd_with_aux(student_input, student_weight, teacher, options, JSDAux()).loss;
 }
 
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+namespace {
+
+void implement_linear_jsd_front(torch::Library& m) {
   m.impl("linear_jsd", named_kernel<"linear_jsd", unpacked<linear_jsd_op<false>>()>());
   m.impl("linear_jsd_", named_kernel<"linear_jsd", unpacked<linear_jsd_op<true>>()>());
+  m.impl("linear_jsd_sharded", named_kernel<"linear_jsd", unpacked<linear_jsd_sharded_op<false>>()>());
+  m.impl("linear_jsd_sharded_", named_kernel<"linear_jsd", unpacked<linear_jsd_sharded_op<true>>()>());
 }
 
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_linear_jsd_front(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
-  m.impl("linear_jsd", named_kernel<"linear_jsd", unpacked<linear_jsd_op<false>>()>());
-  m.impl("linear_jsd_", named_kernel<"linear_jsd", unpacked<linear_jsd_op<true>>()>());
-}
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_linear_jsd_front(m); }
 
 }  // namespace fusegrad

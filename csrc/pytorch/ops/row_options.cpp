@@ -10,7 +10,7 @@ using at::Tensor;
 Tensor make_probabilities(const char* op, const Tensor& target, const RowOptions& options, const RowSizes& sizes,
                           at::ScalarType acc) {
   std::vector<c10::SymInt> expected(sizes.row_shape);
-  expected.insert(expected.begin() + sizes.class_dim, sizes.vocab);
+  expected.insert(expected.begin() + sizes.class_dim, sizes.columns);
   FUSEGRAD_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(expected), op,
                        "a target of class probabilities must have the shape of the logits ",
                        c10::SymIntArrayRef(expected), ", but got ", target.sym_sizes());
@@ -19,8 +19,10 @@ Tensor make_probabilities(const char* op, const Tensor& target, const RowOptions
                        "class probabilities");
   FUSEGRAD_CHECK_VALUE(options.ignore_index < 0, op, "an ignore_index >= 0 must come with class indices, but got ",
                        options.ignore_index, " and a target of class probabilities, none of which it can leave out");
+  c10::SymInt rows = 1;
+  for (const auto& size : sizes.row_shape) rows = rows * size;
   const auto dtype = target.scalar_type() == sizes.logits_dtype ? sizes.logits_dtype : acc;
-  return target.to(dtype).movedim(sizes.class_dim, -1).reshape_symint({-1, sizes.vocab}).contiguous();
+  return target.to(dtype).movedim(sizes.class_dim, -1).reshape_symint({rows, sizes.columns}).contiguous();
 }
 
 Tensor make_indices(const char* op, const Tensor& input, const Tensor& target, const RowSizes& sizes) {

@@ -27,8 +27,9 @@ struct RowArguments {
 /// What the options' tensors are checked against.
 struct RowSizes {
   std::vector<c10::SymInt> row_shape;
-  c10::SymInt vocab;
-  int64_t class_dim;            ///< where V stands in a probability target
+  c10::SymInt columns;          ///< of the logits, and of a probability target
+  c10::SymInt vocab;            ///< as many, but where processes share it
+  int64_t class_dim;            ///< where the columns stand in a probability target
   at::ScalarType logits_dtype;  ///< in which the logits are stored
 };
 

@@ -16,10 +16,11 @@ RowTuple cross_entropy_forward(const CrossEntropyForward& call) {
   BelowAutogradAndAutocast below;
   const auto& logits = call.logits;
   const c10::OptionalDeviceGuard device(at::device_of(logits));
-  const auto vocab = logits.size(1);
+  const auto vocab = call.shards ? call.shards.vocab() : logits.size(1);
   check_target_range("cross_entropy", call.target, vocab, call.options.ignore_index);
   RowJob job(call.target, call.weight, call.token_weight, call.options, /*logit_scale=*/1.0, logits.size(0), vocab,
              logits.scalar_type());
+  job.set_shards(call.shards, call.different);
   using Gradients = RowJob::Gradients;
   job.begin_forward(call.normalizer, !inplace                            ? Gradients::kNone
                                      : logits.scalar_type() == at::kHalf ? Gradients::kDeferred
@@ -34,7 +35,8 @@ Tensor cross_entropy_backward(const CrossEntropyBackward& call) {
   const auto& logits = call.logits;
   const c10::OptionalDeviceGuard device(at::device_of(logits));
   RowJob job(call.target, call.weight, call.token_weight, call.options, /*logit_scale=*/1.0, logits.size(0),
-             logits.size(1), logits.scalar_type());
+             call.shards ? call.shards.vocab() : logits.size(1), logits.scalar_type());
+  job.set_shards(call.shards);
   job.resume(call.lse, call.stats, call.scales);
   const auto rows = dense_rows(logits);
   const auto grad = empty_result(logits.sizes(), logits.options());

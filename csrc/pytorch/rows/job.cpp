@@ -5,6 +5,7 @@
 #include "common/memory.h"
 #include "fusegrad/options.h"
 #include "pytorch/host.h"
+#include "pytorch/rows/collectives.h"
 
 #ifdef FUSEGRAD_WITH_CUDA
 #include "pytorch/gpu.h"
@@ -145,6 +146,12 @@ void RowJob::compute_scales() {
 }
 
 void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_logits) {
+  if (shards_) {
+    if (vocab_ == 0) return;
+    combine(gather_parts(part_statistics(logits, first), shards_), first);
+    if (gradient_over_logits) gradient({.loss = unit_gradient()}, logits, 0, logits, first);
+    return;
+  }
   if (logits.numel() == 0) return;
   RowForward p;
   p.rows = logits.size(0);
@@ -221,7 +228,7 @@ void RowJob::gradient(const Upstream& upstream, const Tensor& logits, int64_t co
   p.rows = logits.size(0);
   p.cols = logits.size(1);
   p.vocab = vocab_;
-  p.col_offset = column;
+  p.col_offset = column + (shards_ ? shards_.start() : 0);
   p.logits = logits.const_data_ptr();
   p.logits_stride = logits.stride(0);
   p.grad = grad.data_ptr();

@@ -74,6 +74,10 @@ class RowJob {
   /// [N] acc: a factor of each row's logits beside the scale.
   void set_row_scale(const std::optional<at::Tensor>& row_scale) { row_scale_ = row_scale; }
 
+  /// The logits of forward() and gradient() are this process's part of the columns, and so is a probability target:
+  /// forward() has a collective in all processes. `different`: see CrossEntropyForward.
+  void set_shards(const Shards& shards, const std::optional<at::Tensor>& different = {});
+
   /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
   /// float16, where they leave a factor for later, see RowScales.
   enum class Gradients { kNone, kStored, kDeferred };
@@ -98,6 +102,8 @@ class RowJob {
   RowTargets targets(int64_t first_row, int64_t first_column) const;
   void* stat(int64_t row, int64_t first) const;
   void compute_scales();
+  at::Tensor part_statistics(const at::Tensor& logits, int64_t first) const;
+  void combine(const at::Tensor& parts, int64_t first);
 
   at::Tensor target_;
   std::optional<at::Tensor> weight_;
@@ -117,6 +123,18 @@ class RowJob {
   bool scales_come_last_ = false;
   at::Tensor row_loss_;
   RowOutputs out_;
+
+  // Of shards alone.
+  Shards shards_;
+  std::optional<at::Tensor> different_;
+  bool soft_ = false;        // class probabilities or smoothing: every column has a coefficient
+  at::Tensor kept_, owned_;  // bool, [N] and [processes, N]: rows that count; in whose part their target lies
+  at::Tensor local_;         // the target as this part's kernel takes it
+  at::Tensor at_index_;      // [N] acc: the coefficient of a class index
+  std::optional<at::Tensor> part_weight_;
 };
+
+/// Rows of logits that are all -inf, of their lse; the CPU's kernel says NaN for that.
+at::Tensor dead_rows(const at::Tensor& logits, const at::Tensor& lse);
 
 }  // namespace fusegrad

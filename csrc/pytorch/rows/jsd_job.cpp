@@ -45,6 +45,7 @@ void JsdJob::begin_backward(const Tensor& scales, const Tensor& upstream) {
 
 void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, const Tensor& grad_student,
                  const Tensor& grad_teacher) {
+  if (shards_) return run_part(student, teacher, first, grad_student, grad_teacher);
   if (student.numel() == 0) return;
   const auto& s = settings_;
   RowJsd p;

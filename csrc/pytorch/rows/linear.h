@@ -3,6 +3,7 @@
 
 #include "losses/linear_plan.h"
 #include "pytorch/ops/faults.h"
+#include "pytorch/rows/collectives.h"
 #include "pytorch/rows/job.h"
 #include "pytorch/rows/registration.h"
 #include "pytorch/rows/tiles.h"
@@ -128,7 +129,8 @@ inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorO
 
 /// The gradients of a head's input, weight and bias, from those of chunks of its logits. With `inplace` the input's are
 /// written over the input. The weight's are added to `grad_weight_into` where that is defined, and the input's come
-/// from products of `tile` rows where that is not 0.
+/// from products of `tile` rows where that is not 0. With shards the input's are summed over the processes, in acc or,
+/// where the weight's add up in the products' dtype, in that, behind the weight's product and the next chunk's.
 class ChunkGradients {
  public:
   ChunkGradients(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -151,12 +153,21 @@ class ChunkGradients {
     }
   }
 
+  void set_shards(const Shards& shards, std::optional<at::ScalarType> accumulate_dtype) {
+    shards_ = shards;
+    sum_dtype_ = accumulate_dtype;
+  }
+
   /// `x` are rows [first, first + x.size(0)) of the input in the products' dtype, `z` the gradient of their logits.
   void add(const Head& head, const at::Tensor& x, const at::Tensor& z, int64_t first) {
+    if (shards_) {
+      finish_sum();
+      if (needs_grad_[0]) start_sum(head, x, z, first);
+    }
     // The weight's gradient reads the input, which the input's may overwrite: first it, then the other.
     if (needs_grad_[1]) weight_.add_product(z.t(), x);
     if (needs_grad_[2]) bias_.add(z.sum(0, /*keepdim=*/false, acc_type(z.scalar_type())));
-    if (!needs_grad_[0]) return;
+    if (!needs_grad_[0] || shards_) return;
     const auto block = part(input_, 0, first, x.size(0));
     const bool direct = block.scalar_type() == z.scalar_type();
     const auto product = direct ? block : at::empty(block.sizes(), z.options());
@@ -181,14 +192,37 @@ class ChunkGradients {
     }
   }
 
-  LinearGradients finish() { return {input_, weight_.finish(), bias_.finish()}; }
+  LinearGradients finish() {
+    finish_sum();
+    return {input_, weight_.finish(), bias_.finish()};
+  }
 
  private:
+  void start_sum(const Head& head, const at::Tensor& x, const at::Tensor& z, int64_t first) {
+    const auto acc = acc_type(z.scalar_type());
+    sum_ = at::empty(x.sizes(), z.options().dtype(sum_dtype_ == z.scalar_type() ? z.scalar_type() : acc));
+    multiply(sum_, z, head.weight, /*add=*/false);
+    first_ = first;
+    fusegrad::start_sum(sum_, shards_);
+  }
+  // In place it writes rows that the weight's product has read by then.
+  void finish_sum() {
+    if (!sum_.defined()) return;
+    fusegrad::finish_sum(sum_, shards_);
+    if (inplace_) begin_overwriting("the input");
+    part(input_, 0, first_, sum_.size(0)).copy_(sum_);
+    sum_ = at::Tensor();
+  }
+
   std::array<bool, 3> needs_grad_;
   bool inplace_;
   int64_t tile_;
   at::Tensor input_;
   Sum weight_, bias_;
+  Shards shards_;
+  std::optional<at::ScalarType> sum_dtype_;
+  at::Tensor sum_;  // the gradient of the input's rows from first_ on, on its way
+  int64_t first_ = 0;
 };
 
 // The gradients as the ops return them, empty where not wanted.

@@ -87,16 +87,18 @@ LinearGradients gradients_by_tiles(RowJob& job, const Head& head, const Upstream
                                    const LinearCrossEntropyBackward& call, LinearPlan plan, int64_t tile,
                                    const Kept& kept, const Tensor& into) {
   const auto& input = call.input;
-  const int64_t rows = input.size(0), vocab = head.weight.size(0);
+  const int64_t rows = input.size(0), columns = head.weight.size(0);
   const auto dtype = head.weight.scalar_type();
   plan.rows = kept.logits.defined() ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, tile);
   plan.accumulator &= plan.rows < rows;
-  ChunkGradients chunks(input, call.linear_weight, call.linear_bias, vocab, plan, call.needs_grad, /*inplace=*/false,
+  ChunkGradients chunks(input, call.linear_weight, call.linear_bias, columns, plan, call.needs_grad, /*inplace=*/false,
                         call.needs_grad[1] ? into : Tensor(), tile);
+  chunks.set_shards(call.shards, call.linear.accumulate_dtype);
   const auto buffer =
-      kept.overwrite ? kept.logits : logits_buffer(std::min(plan.rows, rows), vocab, head.weight.options());
+      kept.overwrite ? kept.logits : logits_buffer(std::min(plan.rows, rows), columns, head.weight.options());
   if (kept.overwrite) begin_overwriting("the logits that the forward kept");
-  for (int64_t first = 0; vocab != 0 && first < rows; first += plan.rows) {
+  const bool any = columns != 0 || call.shards;  // a process without columns takes part in the sums
+  for (int64_t first = 0; any && first < rows; first += plan.rows) {
     const int64_t count = std::min(plan.rows, rows - first);
     const auto x = part(input, 0, first, count).to(dtype), z = part(buffer, 0, 0, count);
     if (!kept.logits.defined()) head.logits(z, x, 0, tile);
@@ -111,8 +113,9 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
   const auto& [input, linear_weight, target, linear_bias, weight, token_weight, normalizer, options, linear, needs_grad,
-               keep, row_scale] = call;
-  const int64_t rows = input.size(0), hidden = input.size(1), vocab = linear_weight.size(0);
+               keep, row_scale, shards, different] = call;
+  const int64_t rows = input.size(0), hidden = input.size(1), columns = linear_weight.size(0);
+  const int64_t vocab = shards ? shards.vocab() : columns;
   check_target_range("linear_cross_entropy", target, vocab, options.ignore_index);
   const auto dtype = product_type(input);
   const auto acc = acc_type(dtype);
@@ -121,11 +124,12 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   LinearSizes sizes;
   sizes.rows = rows;
   sizes.hidden = hidden;
-  sizes.vocab = vocab;
+  sizes.vocab = shards ? shards.largest() : vocab;
   sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
   sizes.cpu = input.is_cpu();
   sizes.weight_grad = needs_grad[1];
   sizes.low_precision_result = linear_weight.scalar_type() != linear.accumulate_dtype.value_or(acc);
+  sizes.by_columns = !shards;
   auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
   const int64_t tile = tile_rows(options.aux, input.device());
   plan.rows = keep ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, tile);
@@ -134,20 +138,22 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   const Head head(linear_weight, linear_bias, dtype);
   RowJob job(target, weight, token_weight, options, linear.logit_scale, rows, vocab, dtype);
   job.set_row_scale(row_scale);
+  job.set_shards(shards, different);
   using Gradients = RowJob::Gradients;
   job.begin_forward(normalizer, !any_gradient                      ? Gradients::kNone
                                 : input.scalar_type() == at::kHalf ? Gradients::kDeferred
                                                                    : Gradients::kStored);
 
   const std::array<bool, 3> over = over_rows ? needs_grad : std::array<bool, 3>{};
-  ChunkGradients chunks(input, linear_weight, linear_bias, vocab, plan, over, inplace);
+  ChunkGradients chunks(input, linear_weight, linear_bias, columns, plan, over, inplace);
+  chunks.set_shards(shards, linear.accumulate_dtype);
   auto kept = at::empty({0}, input.options());
   if (vocab != 0 || keep) {
-    const auto padded = padded_logits(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
-    const auto buffer = part(padded, 1, 0, vocab);
+    const auto padded = padded_logits(std::min(plan.rows, rows), columns, input.options().dtype(dtype));
+    const auto buffer = part(padded, 1, 0, columns);
     if (keep) {
       kept = padded;
-      part(padded, 1, vocab, padded.size(1) - vocab).zero_();  // an output has no unwritten elements
+      part(padded, 1, columns, padded.size(1) - columns).zero_();  // an output has no unwritten elements
     }
     for (int64_t first = 0; vocab != 0 && first < rows; first += plan.rows) {
       const int64_t count = std::min(plan.rows, rows - first);
@@ -182,21 +188,24 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
   const auto &input = call.input, &linear_weight = call.linear_weight;
   const auto& linear_bias = call.linear_bias;
   const auto dtype = product_type(input);
+  const auto& shards = call.shards;
   RowJob job(call.target, call.weight, call.token_weight, call.options, call.linear.logit_scale, input.size(0),
-             linear_weight.size(0), dtype);
+             shards ? shards.vocab() : linear_weight.size(0), dtype);
   job.set_row_scale(call.row_scale);
+  job.set_shards(shards);
   job.resume(call.lse, call.stats, call.scales);
   const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, linear_weight.size(0)), inplace} : Kept();
   const Head head(linear_weight, linear_bias, dtype);
-  if (const int64_t tile = tile_rows(call.options.aux, input.device()); tile != 0) {
+  if (const int64_t tile = tile_rows(call.options.aux, input.device()); tile != 0 || shards) {
     LinearSizes sizes;
     sizes.rows = input.size(0);
     sizes.hidden = input.size(1);
-    sizes.vocab = linear_weight.size(0);
+    sizes.vocab = shards ? shards.largest() : linear_weight.size(0);
     sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
     sizes.cpu = input.is_cpu();
     sizes.weight_grad = call.needs_grad[1];
-    sizes.low_precision_result = !into.defined() && linear_weight.scalar_type() != acc_type(dtype);
+    sizes.low_precision_result =
+        !into.defined() && linear_weight.scalar_type() != call.linear.accumulate_dtype.value_or(acc_type(dtype));
     sizes.by_columns = false;
     const auto plan = plan_linear(sizes, budget_bytes(call.linear.workspace_mib));
     return to_tuple(gradients_by_tiles(job, head, Upstream::of(call), call, plan, tile, kept, into), input,

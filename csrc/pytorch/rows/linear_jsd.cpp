@@ -22,8 +22,11 @@ struct Call {
   const Tensor& input;
   const JsdHeads& heads;
   const LinearJsdOptions& linear;
+  const Shards& shards;
 
+  /// Rows of the weights that count; of the vocabulary that processes share.
   int64_t vocab = linear.vocab_size.value_or(heads.student_weight.size(0));
+  int64_t whole() const { return shards ? shards.vocab() : vocab; }
   int64_t rows() const { return input.size(0); }
   at::ScalarType dtype() const { return product_type(input); }
 
@@ -32,7 +35,7 @@ struct Call {
     LinearSizes sizes;
     sizes.rows = rows();
     sizes.hidden = input.size(1);
-    sizes.vocab = vocab;
+    sizes.vocab = shards ? shards.largest() : vocab;
     sizes.element_size = static_cast<int64_t>(at::elementSize(dtype()));
     sizes.cpu = input.is_cpu();
     sizes.weight_grad = weight_grad;
@@ -48,6 +51,8 @@ struct Call {
         sizes.logits_per_row += (size + sizes.element_size - 1) / sizes.element_size;
       }
     }
+    // Some ten tensors of a chunk's logits are held at a time.
+    if (shards) sizes.logits_per_row = 10;
     return plan_linear(sizes, budget_bytes(linear.workspace_mib));
   }
 };
@@ -85,7 +90,8 @@ LinearGradients compute(JsdJob& job, const Call& call, std::array<bool, 3> needs
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   ChunkGradients gradients(call.input, call.heads.student_weight, call.heads.student_bias, call.vocab, plan, needs_grad,
                            inplace);
-  if (call.vocab != 0 && call.rows() != 0) {
+  gradients.set_shards(call.shards, call.linear.accumulate_dtype);
+  if ((call.vocab != 0 || call.shards) && call.rows() != 0) {
     const Head head(part(call.heads.student_weight, 0, 0, call.vocab), first_rows(call.heads.student_bias, call.vocab),
                     call.dtype());
     const int64_t chunk = std::min(plan.rows, call.rows());
@@ -106,14 +112,15 @@ LinearGradients compute(JsdJob& job, const Call& call, std::array<bool, 3> needs
 template <bool inplace>
 LinearJsdTuple linear_jsd_forward(const LinearJsdForward& arguments) {
   BelowAutogradAndAutocast below;
-  const auto& [input, heads, rows, settings, linear, needs_grad] = arguments;
+  const auto& [input, heads, rows, settings, linear, needs_grad, shards, different] = arguments;
   const c10::OptionalDeviceGuard device(at::device_of(input));
-  const Call call{input, heads, linear};
+  const Call call{input, heads, linear, shards};
   if (rows.labels.has_value()) {
-    check_target_range("linear_jsd", *rows.labels, call.vocab, settings.ignore_index, "labels");
+    check_target_range("linear_jsd", *rows.labels, call.whole(), settings.ignore_index, "labels");
   }
-  if (rows.teacher_index.has_value()) check_top_k("linear_jsd", heads.teacher, rows, settings, call.vocab);
-  JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
+  if (rows.teacher_index.has_value()) check_top_k("linear_jsd", heads.teacher, rows, settings, call.whole());
+  JsdJob job(rows, settings, call.rows(), call.whole(), call.dtype(), input);
+  job.set_shards("linear_jsd", shards, different);
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   job.begin_forward(/*defer=*/any_gradient && input.scalar_type() == at::kHalf);
   auto gradients = compute(job, call, needs_grad, inplace);
@@ -125,10 +132,11 @@ LinearJsdTuple linear_jsd_forward(const LinearJsdForward& arguments) {
 
 LinearGradientTuple linear_jsd_backward(const LinearJsdBackward& arguments) {
   BelowAutogradAndAutocast below;
-  const auto& [grad_loss, input, heads, rows, scales, settings, linear, needs_grad] = arguments;
+  const auto& [grad_loss, input, heads, rows, scales, settings, linear, needs_grad, shards, different] = arguments;
   const c10::OptionalDeviceGuard device(at::device_of(input));
-  const Call call{input, heads, linear};
-  JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
+  const Call call{input, heads, linear, shards};
+  JsdJob job(rows, settings, call.rows(), call.whole(), call.dtype(), input);
+  job.set_shards("linear_jsd", shards, different);
   job.begin_backward(scales, grad_loss);
   return to_tuple(compute(job, call, needs_grad, /*inplace=*/false), input, heads.student_weight, heads.student_bias);
 }
@@ -138,7 +146,8 @@ LinearSecondTuple linear_jsd_second(const LinearJsdSecond& arguments) {
   const auto& [input, heads, input_tangent, weight_tangent, bias_tangent, upstream, settings, hard, linear,
                needs_grad] = arguments;
   const c10::OptionalDeviceGuard device(at::device_of(input));
-  const Call call{input, heads, linear};
+  const Shards whole;
+  const Call call{input, heads, linear, whole};
   const auto plan = call.plan(needs_grad[1], /*more=*/2);
   const auto in = [&](const OptionalTensor& t) { return t ? part(*t, 0, 0, call.vocab).to(call.dtype()) : Tensor(); };
   const auto weight_moved = in(weight_tangent), bias_moved = in(bias_tangent);

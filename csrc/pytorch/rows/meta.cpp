@@ -122,9 +122,6 @@ Tensor scale_gradient(const Tensor& gradient, const Tensor& /*scale*/, const Opt
   return gradient_like(true, gradient);
 }
 
-Tensor cross_entropy_shard_gradient(const CrossEntropyShardGradient& c) { return gradient_like(true, c.logits); }
-void cross_entropy_shard_gradient_(const CrossEntropyShardGradient& /*call*/) {}
-
 void scale_gradient_(const Tensor& /*gradient*/, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {}
 
 }  // namespace
@@ -137,8 +134,6 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("cross_entropy_rows_gradient", TORCH_FN(unpacked<cross_entropy_rows_gradient>()));
   m.impl("cross_entropy_rows_tangent", TORCH_FN(unpacked<cross_entropy_rows_tangent>()));
   m.impl("cross_entropy_rows_second", TORCH_FN(unpacked<cross_entropy_rows_second>()));
-  m.impl("cross_entropy_shard_gradient", TORCH_FN(unpacked<cross_entropy_shard_gradient>()));
-  m.impl("cross_entropy_shard_gradient_", TORCH_FN(unpacked<cross_entropy_shard_gradient_>()));
   m.impl("jsd_forward", TORCH_FN(unpacked<jsd_forward<false>>()));
   m.impl("jsd_forward_", TORCH_FN(unpacked<jsd_forward<true>>()));
   m.impl("jsd_soft", TORCH_FN(unpacked<jsd_soft>()));

@@ -18,7 +18,7 @@ LinearSizes linear_sizes(const Call& call) {
   LinearSizes sizes;
   sizes.rows = call.input.size(0);
   sizes.hidden = call.input.size(1);
-  sizes.vocab = call.linear_weight.size(0);
+  sizes.vocab = call.shards ? call.shards.largest() : call.linear_weight.size(0);
   sizes.element_size = static_cast<int64_t>(at::elementSize(product_type(call.input)));
   sizes.cpu = call.input.is_cpu();
   sizes.by_columns = false;
@@ -36,13 +36,19 @@ Tensor support_logits(const SupportLogits& call) {
   plan.rows = whole_tiles(plan.rows, tile);
   const Head head(call.linear_weight, call.linear_bias, dtype);
   const auto out = at::empty({sizes.rows, call.index.size(1)}, options.dtype(acc_type(dtype)));
-  const auto columns = call.index.clamp(0, sizes.vocab - 1);
-  const auto buffer = logits_buffer(std::min(plan.rows, sizes.rows), sizes.vocab, options);
-  for (int64_t first = 0; first < sizes.rows; first += plan.rows) {
+  const int64_t vocab = call.linear_weight.size(0);
+  const auto columns = call.index.clamp(0, vocab - 1);
+  const auto buffer = logits_buffer(std::min(plan.rows, sizes.rows), vocab, options);
+  for (int64_t first = 0; vocab != 0 && first < sizes.rows; first += plan.rows) {
     const int64_t count = std::min(plan.rows, sizes.rows - first);
     const auto z = part(buffer, 0, 0, count);
     head.logits(z, part(call.input, 0, first, count).to(dtype), 0, tile);
     part(out, 0, first, count).copy_(z.gather(1, part(columns, 0, first, count)));
+  }
+  if (call.shards) {
+    out.masked_fill_(call.index.lt(0).logical_or_(call.index.ge(vocab)), 0);
+    start_sum(out, call.shards);
+    finish_sum(out, call.shards);
   }
   return out;
 }
@@ -50,7 +56,8 @@ Tensor support_logits(const SupportLogits& call) {
 LinearGradientTuple support_gradients(const SupportLogitsBackward& call, const Tensor& into) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
-  const auto& [grad, input, weight, bias, index, accumulate_dtype, workspace_mib, needs_grad, aux] = call;
+  const auto& [grad, input, weight, bias, index, accumulate_dtype, workspace_mib, needs_grad, aux, shards] = call;
+  const int64_t vocab = weight.size(0);
   auto sizes = linear_sizes(call);
   const auto dtype = product_type(input);
   sizes.weight_grad = needs_grad[1];
@@ -59,17 +66,18 @@ LinearGradientTuple support_gradients(const SupportLogitsBackward& call, const T
   const int64_t tile = tile_rows(aux, input.device());
   plan.rows = whole_tiles(plan.rows, tile);
   const Head head(weight, bias, dtype);
-  ChunkGradients chunks(input, weight, bias, sizes.vocab, plan, needs_grad, /*inplace=*/false, into, tile);
+  ChunkGradients chunks(input, weight, bias, vocab, plan, needs_grad, /*inplace=*/false, into, tile);
+  chunks.set_shards(shards, accumulate_dtype);
   // What is no column goes to one behind the last.
-  const auto none = index.lt(0).logical_or_(index.ge(sizes.vocab));
-  const auto columns = index.masked_fill(none, sizes.vocab);
-  const auto buffer = padded_logits(std::min(plan.rows, sizes.rows), sizes.vocab + 1, input.options().dtype(dtype));
+  const auto none = index.lt(0).logical_or_(index.ge(vocab));
+  const auto columns = index.masked_fill(none, vocab);
+  const auto buffer = padded_logits(std::min(plan.rows, sizes.rows), vocab + 1, input.options().dtype(dtype));
   for (int64_t first = 0; first < sizes.rows; first += plan.rows) {
     const int64_t count = std::min(plan.rows, sizes.rows - first);
     const auto z = part(buffer, 0, 0, count);
     z.zero_();
     z.scatter_(1, part(columns, 0, first, count), part(grad, 0, first, count).to(dtype));
-    chunks.add(head, part(input, 0, first, count).to(dtype), part(z, 1, 0, sizes.vocab), first);
+    chunks.add(head, part(input, 0, first, count).to(dtype), part(z, 1, 0, vocab), first);
   }
   return to_tuple(chunks.finish(), input, weight, bias);
 }

@@ -12,7 +12,7 @@
 namespace fusegrad {
 
 /// Rows of each product of a call that asks for batch invariance; 0: a product takes whatever rows there are. On the
-/// GPU few rows make products slow, and many make small calls slow, whose rows are filled up (docs/post_training.md).
+/// GPU few rows make products slow, and many make small calls slow, whose rows are filled up (docs/losses.md).
 inline int64_t tile_rows(int64_t aux, const at::Device& device) {
   if ((aux & kBatchInvariant) == 0) return 0;
   return device.is_cpu() ? 64 : 512;

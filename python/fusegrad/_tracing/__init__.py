@@ -1,1 +1,1 @@
-"""How Python functions become texts of the score_mod language: docs/score_mod.md, "Tracing"."""
+"""How Python functions become texts of the score_mod language: docs/design/score_mod.md, "Tracing"."""

@@ -18,41 +18,15 @@ class Untrusted(Exception):
 
 # These builtins reach what no instruction names, or keep state.
 _DYNAMIC_BUILTINS = words(
-    """
-    getattr setattr delattr hasattr vars eval exec globals locals compile __import__ open input next super id print
-    """
+    "getattr setattr delattr hasattr vars eval exec globals locals compile __import__ open input next super id print"
 )
-_DYNAMIC_ATTRIBUTES = words(
-    """
-    __dict__ __getattribute__ __globals__ attrgetter methodcaller
-    """
-)
+_DYNAMIC_ATTRIBUTES = words("__dict__ __getattribute__ __globals__ attrgetter methodcaller")
 # These builtins can tell a lifted number from a Python number.
-_TYPE_TESTS = words(
-    """
-    isinstance issubclass type callable __class__
-    """
-)
-_WRITES = words(
-    """
-    STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR STORE_NAME DELETE_NAME IMPORT_NAME LOAD_BUILD_CLASS
-    """
-)
-_ITEM_WRITES = words(
-    """
-    STORE_SUBSCR DELETE_SUBSCR STORE_SLICE
-    """
-)
-_GLOBALS = words(
-    """
-    LOAD_GLOBAL LOAD_NAME LOAD_FROM_DICT_OR_GLOBALS
-    """
-)
-_ATTRIBUTE_LOADS = words(
-    """
-    LOAD_ATTR LOAD_METHOD
-    """
-)
+_TYPE_TESTS = words("isinstance issubclass type callable __class__")
+_WRITES = words("STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR STORE_NAME DELETE_NAME IMPORT_NAME LOAD_BUILD_CLASS")
+_ITEM_WRITES = words("STORE_SUBSCR DELETE_SUBSCR STORE_SLICE")
+_GLOBALS = words("LOAD_GLOBAL LOAD_NAME LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTE_LOADS = words("LOAD_ATTR LOAD_METHOD")
 
 
 @dataclass

@@ -34,7 +34,7 @@ class RefusedWrite(Refused):
 def unknown(name: str) -> Refused:
     return Refused(
         f"the operation {name}, which score_mods do not have",
-        "write it with the functions that docs/score_mod.md lists",
+        "write it with the functions that docs/design/score_mod.md lists",
     )
 
 

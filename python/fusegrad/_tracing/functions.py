@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.modules._functions import BackwardHookFunction
 
 from .errors import Refused, within
@@ -208,8 +209,8 @@ def _is_function(node: Any) -> bool:
 
 def _is_once_differentiable(backward: Any) -> bool:
     """Whether a backward is decorated by once_differentiable."""
-    code = getattr(backward, "__code__", None)
-    return code is not None and code.co_qualname == "once_differentiable.<locals>.wrapper"
+    wrappers = [x for x in once_differentiable.__code__.co_consts if isinstance(x, CodeType)]
+    return getattr(backward, "__code__", None) in wrappers
 
 
 def _name_of(function: type) -> str:

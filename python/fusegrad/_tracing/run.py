@@ -15,6 +15,7 @@ from fusegrad._C import score_mod as language
 from fusegrad._C.score_mod import BOOL, FLOAT
 
 from .._transforms import outside_transforms, unwrapped
+from .dispatch import call as call_torch
 from .dispatch import dispatch
 from .errors import Refused, TraceError, located, out_of_memory
 from .lifted import Lifted, Number
@@ -66,8 +67,9 @@ def run(
     try:
         with outside_transforms() as transforms:
             trace = Trace(
-                kind, device, dispatch, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind)
-            )
+                kind, device, call_torch, dispatch, stand_in, grad and kind == "score_mod", transforms,
+                symbolic_float_of(kind),
+            )  # fmt: skip
             try:
                 return _traced(trace, call, kind, grad)
             finally:
@@ -156,7 +158,7 @@ def _texts(trace: Trace, term: int) -> Run:
     except ValueError as error:
         size = f"{trace.graph.size(term)} operations, {len(trace.buffers)} captured tensors and {len(values)} numbers"
         raise Refused(
-            f"a function of {size}, of which the language says: {error}", "docs/score_mod.md has its limits"
+            f"a function of {size}, of which the language says: {error}", "docs/design/score_mod.md has its limits"
         ) from error
     fixed_text = trace.graph.compact(term, values)[0] if values else text
     used = [trace.buffers[i] for i in kept]

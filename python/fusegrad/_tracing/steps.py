@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._transforms import unwrapped
 from .errors import Refused
@@ -15,17 +16,15 @@ from .lifted import Lifted
 from .names import words
 from .trees import contains, mapped, tensors_of
 
-__all__ = ["Step", "Steps"]
+__all__ = ["Outside", "Step", "Steps"]
 
 # Operations that depend on a tensor's shape, dtype and strides alone.
 _METADATA = words(
-    """
-    shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
-    requires_grad.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__
-    is_meta.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point
-    is_complex is_signed is_contiguous result_type promote_types can_cast is_tensor get_device
-    broadcast_shapes is_same_size __repr__
-    """
+    "shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__ "
+    "requires_grad.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__ "
+    "is_meta.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point "
+    "is_complex is_signed is_contiguous result_type promote_types can_cast is_tensor get_device "
+    "broadcast_shapes is_same_size __repr__"
 )
 # Those of them that torch.jit.trace records for a tensor that depends on its inputs.
 _SIZES = words("shape.__get__ size numel nelement __len__ stride nbytes.__get__")
@@ -110,3 +109,34 @@ class Steps:
         for x in tensors_of(tensor):
             if _storage(x) not in self._fresh:
                 raise Refused("a write into a captured tensor", "write into a copy of it, see .clone()")
+
+
+class Outside(TorchDispatchMode):
+    """Watches what a function does to captured tensors alone."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self.steps = steps
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import torch._dynamo, which takes a second, and no compiled code runs under this mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Refused(
+                f"random numbers ({func._schema.name.removeprefix('aten::')})",
+                "draw them outside and capture the tensor",
+            )
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            self.steps.volatile = f"{func._schema.name} depends on the values of a captured tensor"
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self.steps.check_write(value)
+        out = func(*args, **kwargs)
+        self.steps.made((args, kwargs), out)
+        return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,17 +13,16 @@ from torch import Tensor
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from fusegrad._C.score_mod import FLOAT, INT
+
 from .errors import Refused
 from .trees import mapped
-from .vectors import axes_of, unrolled
+from .vectors import axes_of, axis_of, packed_shape, terms_of, unrolled
 
 if TYPE_CHECKING:
     from .trace import Trace
 
-__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor", "apart", "grad_mode", "trace_of"]
-
-MAX_ELEMENTS = 1024
-"""The most elements that a value within a score_mod may have."""
+__all__ = ["Read", "TracedTensor", "apart", "grad_mode", "load", "trace_of"]
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ class TracedTensor(Tensor):
         """Its terms, in dimensions with an axis one."""
         if self._terms is None:
             assert self.read is not None
-            self._terms = self.trace.read_all(self.read)
+            self._terms = _read_all(self.trace, self.read)
             self.read = None
         return self._terms
 
@@ -145,3 +145,28 @@ def trace_of(tree: Any) -> Trace:
     if any(trace is not found[0] for trace in found):
         raise Refused("a value of another score_mod or mask_mod", "compute within one function")
     return found[0]
+
+
+def load(trace: Trace, buffer: int, indices: Sequence[int]) -> int:
+    g = trace.graph
+    for index, size in zip(indices, trace.buffers[buffer].shape, strict=True):
+        value = g.value(index)
+        if value is not None and not -size <= value < size:
+            raise IndexError(f"index {value} is out of bounds for a dimension of size {size}")
+        if g.type(index) == FLOAT:
+            raise Refused("a float as an index", "convert it: .long()")
+    return g.load(buffer, [g.cast(x, INT) for x in indices])
+
+
+def _read_all(trace: Trace, read: Read) -> Tensor:
+    """The terms of all elements that are left."""
+    g, shape = trace.graph, read.left
+    packed = packed_shape(shape)
+    places = [
+        [axis_of(g, shape, d)] if packed[d] != n else [g.constant(i) for i in range(n)] for d, n in enumerate(shape)
+    ]
+    terms = []
+    for place in itertools.product(*places):
+        free = iter(place)
+        terms.append(load(trace, read.buffer, [next(free) if t is None else t for t in read.fixed]))
+    return terms_of(terms, packed)

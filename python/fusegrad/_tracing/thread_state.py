@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -69,3 +70,14 @@ def restoring(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return call
+
+
+@contextlib.contextmanager
+def tracing_state(state: Any) -> Iterator[None]:
+    """The state of torch.jit.trace for a while; None: nothing is recorded."""
+    before = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(state)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(before)

@@ -22,6 +22,7 @@ from fusegrad._C.score_mod import MAX_EXTENT, Graph
 from .errors import Refused
 
 __all__ = [
+    "MAX_ELEMENTS",
     "MAX_UNROLLED",
     "SMALL",
     "Source",
@@ -40,10 +41,11 @@ __all__ = [
 SMALL = 2
 """Dimensions of more elements have an axis: one by one, a dot product of four that require gradients takes NVRTC three
 times as long."""
-MAX_UNROLLED = 64
-"""An operation that has no loop along an axis is done element by element, for at most so many elements."""
 MAX_ELEMENTS = MAX_EXTENT
-"""The most elements that a value with axes may have."""
+"""The most elements that a value may have."""
+MAX_UNROLLED = 64
+"""An operation that has no loop along an axis is done element by element, for at most so many of them. So many numbers
+that the function itself writes down are part of the text."""
 
 
 def terms_of(values: Any, shape: Sequence[int] = ()) -> Tensor:

@@ -2,7 +2,7 @@
 
 ``python -m fusegrad.conformance --impl eager,fusegrad`` prints a line for each case and implementation: right, raises,
 silently wrong (and by how much), crashes, not offered. An implementation of one's own is ``--impl module:Class``, see
-:class:`Adapter` and docs/conformance.md.
+:class:`Adapter` and docs/tables/conformance.md.
 """
 
 from .adapter import OPS, Adapter, NotOffered

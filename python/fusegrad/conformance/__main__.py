@@ -1,4 +1,4 @@
-"""``python -m fusegrad.conformance``: see docs/conformance.md."""
+"""``python -m fusegrad.conformance``: see docs/tables/conformance.md."""
 
 from __future__ import annotations
 

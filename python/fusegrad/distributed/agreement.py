@@ -5,7 +5,6 @@ come."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .._load import check_targets_enabled
 
-__all__ = ["agree", "alike", "fingerprint"]
+__all__ = ["agree", "fingerprint"]
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLACE, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -81,66 +80,6 @@ def agree(
             _known.clear()
         _known[key] = mine
     return None
-
-
-def alike(op: str, group: Any, values: dict[str, Tensor], exact: Sequence[str], who: str) -> Tensor | None:
-    """Compares tensors that the processes have, whose shapes are the same in all: whole numbers and those of the names
-    `exact` bit by bit, others within what rounding can differ by, those of two dimensions by rows.
-
-    Returns:
-        None where nothing differs; on a GPU a 0-d bool tensor: whether something does. Nothing waits for the GPU then.
-
-    Raises:
-        ValueError: in all processes, with the name of what differs.
-    """
-    keys, tolerances = [], []
-    for name, value in values.items():
-        tolerance = 0.0
-        if not value.is_floating_point() or name in exact:
-            key = fingerprint(value).reshape(1)
-        elif value.dim() > 1:
-            # bfloat16's roundoff of all elements is a fifteenth of this.
-            key, tolerance = _key_of_rows(value.detach()).double().view(torch.int64), 2e-3
-        else:
-            key = value.detach().double().reshape(-1).view(torch.int64)
-            tolerance = max(1e-4, 2 * torch.finfo(value.dtype).eps)
-        keys.append(key)
-        tolerances.append(tolerance)
-    if not keys:
-        return None
-    mine = torch.cat(keys)
-    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    different = []
-    parts = everyone.view(-1, mine.numel()).split([key.numel() for key in keys], 1)
-    for told, tolerance in zip(parts, tolerances, strict=True):
-        if tolerance == 0:
-            different.append(told != told[0])
-        else:
-            numbers = told.view(torch.float64)
-            different.append((numbers - numbers[0]).abs() > tolerance * (numbers[0].abs() + 1e-6))
-    if mine.device.type != "cpu" and not check_targets_enabled():
-        return torch.cat(different, 1).any()
-    for name, wrong in zip(values, different, strict=True):
-        ranks = wrong.any(1).nonzero().flatten().tolist()
-        if ranks:
-            row = f" at row {int(wrong.any(0).nonzero()[0])}" if wrong.shape[1] > 1 else ""
-            raise ValueError(
-                f"{op}: {name} must be the same in all processes {who}, but got another in rank "
-                f"{', '.join(map(str, ranks))} than in rank 0{row}; a weight that data parallelism sharded must be "
-                "gathered"
-            )
-    return None
-
-
-def _key_of_rows(value: Tensor) -> Tensor:
-    """A number a row, near the row's length: a sum with fixed signs and the length, which is larger than most sums."""
-    rows = value.reshape(-1, value.shape[-1])
-    place = torch.arange(rows.shape[1], device=rows.device)
-    scale = max(rows.shape[1], 1) ** -0.5
-    signs = torch.where(_mixed(place) & 1 == 1, scale, -scale).to(rows.dtype)
-    kind = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return torch.mv(rows, signs).to(kind) + 4 * scale * torch.linalg.vector_norm(rows, dim=1, dtype=kind)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -1,18 +1,15 @@
-"""Who has which part of the vocabulary, how the parts are summed up, and tensors of torch.distributed.tensor."""
+"""Who has which part of the vocabulary, and tensors of torch.distributed.tensor."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .. import _sharding
-from .._arguments import Device
 from .._sharding import is_dtensor
 
 __all__ = ["VocabParallel", "process_group"]
@@ -62,7 +59,7 @@ class VocabParallel(_sharding.VocabParallel):
     start: int
     stop: int
     vocab: int
-    largest: int
+    group_name: str
     group = KeptGroup()
 
     def __init__(self, group: Any, start: int, stop: int) -> None:
@@ -100,11 +97,11 @@ class VocabParallel(_sharding.VocabParallel):
     def _set(self, group: Any, bounds: Sequence[tuple[int, int]]) -> None:
         self.group = group
         self.bounds = tuple(bounds)
+        self.group_name = group.group_name
+        self._bounds = tuple(bound for part in self.bounds for bound in part)
         self.rank = dist.get_rank(group)
         self.start, self.stop = self.bounds[self.rank]
         self.vocab = max(stop for _, stop in self.bounds)
-        # Chunks must be the same in all processes, or their collectives would not meet.
-        self.largest = max(stop - start for start, stop in self.bounds)
 
     @property
     def size(self) -> int:
@@ -117,36 +114,11 @@ class VocabParallel(_sharding.VocabParallel):
     def __repr__(self) -> str:
         return f"VocabParallel([{self.start}, {self.stop}) of {self.vocab}, rank {self.rank} of {self.world})"
 
-    def owned(self, index: Tensor) -> Tensor:
-        """[world, ...] bool: in whose part an index [...] lies."""
-        bounds = _bounds_on(self.bounds, index.device)
-        shape = (self.world,) + (1,) * index.dim()
-        return (index >= bounds[0].view(shape)) & (index < bounds[1].view(shape))
-
-    def starts(self, device: Device) -> Tensor:
-        """[world, 1]: where each part starts."""
-        return _bounds_on(self.bounds, device)[0].unsqueeze(1)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """[k, n] of this process as [world, k, n] of all: summed up in the same order everywhere, so that all processes
-        get the same bits."""
-        values = values.contiguous()
-        if self.world == 1 or values.numel() == 0:
-            return values.expand(self.world, *values.shape)
-        out = values.new_empty(self.world * values.shape[0], values.shape[1])
-        dist.all_gather_into_tensor(out, values, group=self.group)
-        return out.view(self.world, *values.shape)
-
-    def start_sum(self, values: Tensor) -> Any:
-        """Begins to sum a tensor over the processes, in place; .wait() on what this returns, if it is not None."""
-        if self.world == 1:
-            return None
-        return dist.all_reduce(values, group=self.group, async_op=True)
-
-
-@lru_cache(maxsize=64)
-def _bounds_on(bounds: tuple[tuple[int, int], ...], device: Device) -> Tensor:
-    return torch.tensor(bounds, device=device).t().contiguous()
+    def told(self) -> tuple[str, int, tuple[int, ...]]:
+        """What the ops take: the group's name, this process's rank there, and the bounds one after another."""
+        if not torch.compiler.is_compiling():
+            assert self.group is not None  # which raises where it has been destroyed
+        return self.group_name, self.rank, self._bounds
 
 
 def process_group(name: str, group: Any) -> Any:

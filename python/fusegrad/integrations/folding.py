@@ -1,5 +1,5 @@
 """Attention of Boltz, OpenFold 3, Protenix and alphafold3-pytorch by :func:`fusegrad.biased_attention`; see
-docs/folding.md.
+docs/learned_biases.md.
 
 Needs none of them: what a package calls is replaced in the package that is there.
 """

@@ -1,4 +1,4 @@
-"""Megatron-LM: a head's gradient is added to the parameter's ``main_grad``. See docs/post_training.md."""
+"""Megatron-LM: a head's gradient is added to the parameter's ``main_grad``. See docs/losses.md."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Importing this module registers :data:`fusegrad_ex`. With it, ``torch.nn.functional.cross_entropy`` of a jitted function
 becomes :func:`fusegrad.cross_entropy` where its arguments allow, and fusegrad's own losses can be called. See
-docs/thunder.md.
+docs/integrations.md.
 
 An op that thunder traces is split here into a forward and a backward by PyTorch's own AOTAutograd, from fake tensors:
 the front end checks its arguments once a compilation, and the two halves are graphs of registered ops. What the

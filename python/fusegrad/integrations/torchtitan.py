@@ -1,5 +1,5 @@
 """torchtitan's chunked loss, by linear cross entropy: the head and the loss in one op; its flex attention, also over
-sequences that processes share, and the masks of its packed batches. See docs/transformers.md.
+sequences that processes share, and the masks of its packed batches. See docs/integrations.md.
 
 Needs no torchtitan: the loss has the interface of its ``ChunkedCELoss``, the attention that of its
 ``FlexAttentionWrapper``.

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: the loss by linear cross entropy, attention by flex attention. See docs/transformers.md.
+"""Hugging Face transformers: the loss by linear cross entropy, attention by flex attention. See docs/integrations.md.
 
 Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention) and
 changes nothing. A model that cannot take it is refused in its first forward, and by :func:`apply`. Models and the

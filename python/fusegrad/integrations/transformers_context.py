@@ -1,4 +1,4 @@
-"""A transformers model whose sequences are spread over processes. See docs/transformers.md."""
+"""A transformers model whose sequences are spread over processes. See docs/integrations.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL: the log-probabilities and divergences of its trainers' heads by fusegrad's losses. See docs/post_training.md.
+"""TRL: the log-probabilities and divergences of its trainers' heads by fusegrad's losses. See docs/losses.md.
 
 TRL's trainers (SFT, GRPO, DPO, KTO, RLOO, ...) multiply hidden states by the head's weight themselves, and take
 log-probabilities, entropies and whether a token is the most probable one of it; the model's loss is not asked.

@@ -1,4 +1,4 @@
-"""TRL's distillation: the divergence between two heads by :func:`fusegrad.linear_jsd`. See docs/post_training.md."""
+"""TRL's distillation: the divergence between two heads by :func:`fusegrad.linear_jsd`. See docs/losses.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl: its fused head by linear cross entropy, under verl's own signature. See docs/post_training.md."""
+"""verl: its fused head by linear cross entropy, under verl's own signature. See docs/losses.md."""
 
 from __future__ import annotations
 

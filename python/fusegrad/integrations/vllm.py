@@ -1,4 +1,4 @@
-"""vLLM: a teacher's top-k log-probabilities as the divergences take them. See docs/distillation.md. Needs no vLLM."""
+"""vLLM: a teacher's top-k log-probabilities as the divergences take them. See docs/losses.md. Needs no vLLM."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def jsd(
 
     With q = softmax(student / temperature), p = softmax(teacher / temperature) and M = (1 - beta) q + beta p, a row
     costs ``(1 - beta) KL(q | M) + beta KL(p | M)``; at the ends KL(p | q) for beta 0 and KL(q | p) for beta 1. The
-    formulas stand in docs/distillation.md. Under differentiation the gradients are written over the logits in the same
-    pass; any number of calls of a vjp gives bitwise the same.
+    formulas stand in docs/design/divergences.md. Under differentiation the gradients are written over the logits in the
+    same pass; any number of calls of a vjp gives bitwise the same.
 
     Args:
         student: logits ``[..., V]``; float32, bfloat16, float16 (float64 on the CPU, where x64 is enabled).

@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from .. import _build
+
 try:
     import jax
     import jax.ffi
@@ -16,7 +18,7 @@ except ImportError as error:
 
 NAMES = ("forward", "gradient", "scales", "sum", "jsd", "flex_forward", "flex_backward", "flex_tangents")
 
-_path = pathlib.Path(__file__).parent.parent / "lib" / "libfusegrad_jax.so"
+_path = pathlib.Path(_build.__file__).parent / "lib" / "libfusegrad_jax.so"
 if not _path.exists():
     raise ImportError(
         f"fusegrad.jax: {_path.name} must be in {_path.parent}, but is not: fusegrad was built without JAX. Build it "

@@ -1,6 +1,6 @@
 """torch.export of flex_attention with all that a call may hold: saved, loaded, at other batches and lengths.
 
-The table of docs/compatibility.md has every op (test_compatibility.py)."""
+The table of docs/tables/compatibility.md has every op (test_compatibility.py)."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from coverings import rows_of
 from fusegrad import _C, flex_attention, trace_score_mod
 from fusegrad import _attention_composite as composite
 from fusegrad._score_mod_torch import Values, adds_reads, evaluate, evaluate_reads, program
+from fusegrad.score_mod import split_scalars
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -323,11 +324,18 @@ def test_a_gradient_penalty_in_place(each_device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+FIRST, SECOND = 3, 0.7
 READS: dict[str, tuple[bool, Callable]] = {
     "pairs": (True, lambda s, b, h, q, kv, t, u: s + t[h, q, kv]),
     "other order": (True, lambda s, b, h, q, kv, t, u: u[kv, h] / 3 + (s - t[h, kv, q] * (q - kv))),
     "one buffer twice": (True, lambda s, b, h, q, kv, t, u: s + t[h, q, kv] + t[1, 2, kv]),
     "branches": (True, lambda s, b, h, q, kv, t, u: torch.where(q >= kv, s - u[(q - kv) % 5, 0], -torch.inf)),
+    "numbers": (True, lambda s, b, h, q, kv, t, u: torch.where(q * 2 > FIRST, s + u[kv, h] * SECOND, -torch.inf)),
+    "other branches": (False, lambda s, b, h, q, kv, t, u: torch.where(q >= kv, s + u[kv, h], 0.0)),
+    "branches by the score": (False, lambda s, b, h, q, kv, t, u: torch.where(s > 0, s + u[kv, h], -torch.inf)),
+    "branches by a read": (False, lambda s, b, h, q, kv, t, u: torch.where(u[kv, h] > 0, s + u[kv, h], -torch.inf)),
+    "a detached score": (False, lambda s, b, h, q, kv, t, u: s.detach() + u[kv, h]),
+    "the larger read": (False, lambda s, b, h, q, kv, t, u: s + torch.maximum(u[kv, h], t[h, q, kv])),
     "product of reads": (False, lambda s, b, h, q, kv, t, u: s + t[h, q, kv] * u[kv, h]),
     "factor of the score": (False, lambda s, b, h, q, kv, t, u: s * t[h, q, kv]),
     "within a function": (False, lambda s, b, h, q, kv, t, u: s + torch.tanh(t[h, q, kv])),
@@ -359,17 +367,16 @@ def test_reads_that_are_added_to_the_score(name: str) -> None:
     text = program(traced.text)
 
     def values(buffers: Sequence[Tensor], **more: Any) -> Values:
-        return Values({**places, **more}, buffers, [], [], torch.float64, sizes, None, starts)
+        numbers = split_scalars(traced.scalars)
+        return Values({**places, **more}, buffers, *numbers, torch.float64, sizes, None, starts)
 
     tangents = [torch.randn_like(b) for b in buffers]
     score = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
     _, right = torch.func.jvp(lambda *b: evaluate(text, values(b, score=score)), tuple(buffers), tuple(tangents))
-    found = evaluate_reads(text, values(buffers), tangents)
-    assert found is not None
+    found = evaluate_reads(traced.text, values(buffers), tangents)
     torch.testing.assert_close(found.expand(right.shape), right)
-    alone = evaluate_reads(text, values(buffers), [tangents[0], *[None] * (len(buffers) - 1)])
+    alone = evaluate_reads(traced.text, values(buffers), [tangents[0], *[None] * (len(buffers) - 1)])
     _, right = torch.func.jvp(
         lambda b: evaluate(text, values([b, *buffers[1:]], score=score)), (buffers[0],), (tangents[0],)
     )
-    assert alone is not None
     torch.testing.assert_close(alone.expand(right.shape), right)

@@ -1,6 +1,6 @@
 """The compatibility table as tests, and what compilers must not do: break graphs, compile again, synchronise.
 
-docs/compatibility.md says what the cells mean; tools/compatibility.py prints them.
+docs/tables/compatibility.md says what the cells mean; tools/compatibility.py prints them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SLOW_CELLS = ("cross_entropy-inplace", "flex_attention")
 @everywhere
 @rows_of("transform", [*TRANSFORMS], tests=4)
 def test_cell(op, inplace: bool, device: str, transform: Transform) -> None:
-    """Eager's gradients by rule 12, or an error that names the op, where docs/compatibility.md says so."""
+    """Eager's gradients by rule 12, or an error that names the op, where docs/tables/compatibility.md says so."""
     case = Case(op, inplace, device)
     if transform.slow and str(case) not in SLOW_CELLS:
         pytest.skip("tools/compatibility.py has it")

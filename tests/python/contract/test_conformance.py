@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support import SUPPORT
 
-# What these cases compile takes seconds each; they are run by hand, see docs/conformance.md.
+# What these cases compile takes seconds each; they are run by hand, see docs/tables/conformance.md.
 QUICK = r"^(?!.*compiled)"
 
 

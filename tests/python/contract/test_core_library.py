@@ -1,4 +1,4 @@
-"""libfusegrad_core: the kernels, once, and nothing of torch. docs/architecture.md draws what stands on it."""
+"""libfusegrad_core: the kernels, once, and nothing of torch. docs/design/architecture.md draws what stands on it."""
 
 from __future__ import annotations
 

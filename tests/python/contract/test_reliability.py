@@ -1,5 +1,5 @@
 """Want of memory at every allocation, and faults of files and threads: after each an error with a name, nothing lost
-without a word, and the next call right. What is failed and how often: docs/reliability.md."""
+without a word, and the next call right. What is failed and how often: docs/design/faults.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks, threads, signals and interrupts: calls beside them are right, and so are those after. docs/reliability.md."""
+"""Forks, threads, signals and interrupts: calls beside and after them are right. docs/design/faults.md."""
 
 from __future__ import annotations
 

@@ -154,9 +154,14 @@ def test_opcheck_of_the_ops_below(device) -> None:
     torch.library.opcheck(ops.linear_cross_entropy_second.default, some)
     every = (h, w, bias, h, w, bias, upstream, upstream[0], *scoring, 1.0, 0, [True] * 3)
     torch.library.opcheck(ops.linear_cross_entropy_second.default, every)
-    shard = (one, None, t, None, lse, stats[0], None, scales, None, -100, 0.0, 0.0, 0.0, 2, 9)
-    torch.library.opcheck(ops.cross_entropy_shard_gradient.default, (x, *shard))
-    torch.library.opcheck(ops.cross_entropy_shard_gradient_.default, (x.clone(), *shard))
+    # A vocabulary whose parts are all in this process.
+    part = ("", 0, [0, 7])
+    torch.library.opcheck(ops.cross_entropy_forward.default, (*logits, *part))
+    torch.library.opcheck(ops.cross_entropy_forward_.default, (x.clone(), *logits[1:], *part))
+    backward = (one, None, x, t, None, lse, stats, scales, None, -100, 0.0, 0.0, 0.0, None, 0, *part)
+    torch.library.opcheck(ops.cross_entropy_backward.default, backward)
+    agree = ("an_op", [x, t], "input,target,weight", [3, 0, -1], "reduction: mean\n", False, *part)
+    torch.library.opcheck(ops.shards_agree.default, agree)
     torch.library.opcheck(
         ops.linear_cross_entropy_backward.default,
         (

@@ -44,7 +44,7 @@ def bucketed(student: Tensor, log_probs: Tensor, indices: Tensor, log_rest: Tens
 
 
 def floored(log_probs: Tensor) -> Tensor:
-    """docs/distillation.md: log of the rest of what is stored, at least the resolution of its sum."""
+    """docs/design/divergences.md: log of the rest of what is stored, at least the resolution of its sum."""
     u = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}[log_probs.dtype]
     p = log_probs.double().exp()
     resolution = (p * (u * log_probs.double().abs() + min(u, 2**-24))).sum(-1)

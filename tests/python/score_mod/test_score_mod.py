@@ -50,7 +50,7 @@ def shifted(shift: Callable[[Tensor, Tensor], Tensor], left: bool) -> Callable:
 
 
 def clamp(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """torch.clamp with the subgradients of docs/score_mod.md: PyTorch's own at the bounds depend on its version."""
+    """torch.clamp with docs/design/score_mod.md's subgradients: PyTorch's own at the bounds depend on its version."""
     to_low = (x < low) & (low < high)
     to_high = (x > high) | (low > high)
     to_x = (x >= low) & (x <= high)
@@ -140,7 +140,7 @@ TABLE = {name: (arity, RULES[rule]) for name, arity, rule in language.primitives
 
 
 def promoted(rule: str, operands: list[Tensor]) -> list[Tensor]:
-    """What the type rule makes of the operands: docs/score_mod.md."""
+    """What the type rule makes of the operands: docs/design/score_mod.md."""
     order = [torch.bool, torch.int64, torch.float64]
     common = max((x.dtype for x in (operands[1:] if rule == "where" else operands)), key=order.index)
     if rule in ("numeric", "compare") and common == torch.bool:

@@ -174,6 +174,15 @@ def test_a_float_in_no_grad_is_detached() -> None:
         assert trace_score_mod(score_mod).text == text
 
 
+def test_a_tensor_made_of_values_is_a_copy_without_a_gradient() -> None:
+    bias = torch.randn(8, requires_grad=True)
+
+    def score_mod(s, b, h, q, kv):
+        return s * bias[kv] + s.new_tensor(bias[kv] * s) + torch.tensor([s, bias[q]])[1] + s.new_tensor([s, 2.0]).sum()
+
+    check_score_mod(score_mod, [bias])
+
+
 def test_integers_of_few_bits_wrap() -> None:
     table = torch.tensor([200, 100, 250, 3, 9, 90, 7, 255], dtype=torch.uint8)
     check_score_mod(lambda s, b, h, q, kv: s + (table[kv] + table[q]) * 0.1 + (kv * 40).to(torch.int8), [])
@@ -191,7 +200,7 @@ def test_shapes_within() -> None:
         rows = table[:, h]  # [4, 5]
         block = rows[1:, None, kv % 5].expand(3, 2)
         low, high = torch.stack([s, -s, s + 1]).max(), torch.stack([s, -s]).max(0).values
-        flat = torch.cat([block.reshape(-1), rows.mean(1)]).flip(0).cumsum(0)
+        flat = torch.cat([block.reshape(-1), rows.mean(1)]).flip(0).roll(2)
         return (
             flat[3]
             + rows.t()[2].prod()
@@ -300,6 +309,44 @@ def test_a_number_that_python_needs_is_part_of_the_guard() -> None:
         assert_follows(make(n, cap, on), hit=False)
     for n, cap, on in ((2, 2.0, False), (3, 4.0, True), (3, 5.0, False)):
         assert_follows(make(n, cap, on), hit=True)
+
+
+# What Python makes of a number that the score_mod computes with as well.
+USES: dict[str, Callable] = {
+    "larger": lambda x: 1.0 if x > 2 else 0.0,
+    "at most": lambda x: 1.0 if x <= 8 else 0.0,
+    "equal": lambda x: 1.0 if x == 3 else 0.0,
+    "unequal": lambda x: 1.0 if x != 3 else 0.0,
+    "true": lambda x: 1.0 if x - 3 else 0.0,
+    "not": lambda x: 1.0 if not (x - 3) else 0.0,
+    "int": lambda x: int(x),
+    "float": lambda x: float(x),
+    "round": lambda x: round(x),
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+    "sqrt": math.sqrt,
+    "string": lambda x: len(str(x)),
+    "format": lambda x: len(f"{x:.0f}"),
+    "divmod": lambda x: divmod(x, 2)[0],
+    "divided by": lambda x: divmod(20, x)[0],
+    "among": lambda x: 1.0 if x in (3, 5) else 0.0,
+    "key": lambda x: {3: 1.0}.get(x, 0.0),
+    "largest": lambda x: max(x, 4),
+    "range": lambda x: sum(range(int(x))),
+    "a power of numbers": lambda x: pow(int(x), 2, 5),
+    "complex": lambda x: complex(x).real,
+    "a root": lambda x: abs((3 - x) ** 0.5),
+}
+
+
+@rows_of("name", [*USES])
+def test_what_python_makes_of_a_number_is_part_of_the_guard(name: str) -> None:
+    def make(use, x):
+        return lambda s, b, h, q, kv: s * x + use(x)
+
+    for x in (3.0, 1.0, 12.5, 3, 5):
+        assert_follows(make(USES[name], x))
 
 
 def test_arithmetic_on_numbers_is_pythons() -> None:
@@ -706,6 +753,52 @@ def test_an_attribute_of_a_function() -> None:
     assert_follows(score_mod)
 
 
+def test_an_attribute_that_a_function_is_given_later() -> None:
+    def helper(x):
+        return x * 2
+
+    def score_mod(s, b, h, q, kv):
+        try:
+            return helper(s) + helper.shift
+        except AttributeError:
+            return helper(s)
+
+    assert_follows(score_mod)
+    helper.shift = 3.0
+    assert_follows(score_mod)
+
+
+def test_a_function_of_both_kinds_and_of_several_devices() -> None:
+    def sees(*indices):
+        return indices[-2] >= indices[-1]
+
+    for _ in range(2):
+        assert trace_score_mod(sees).text.startswith("score_mod")
+        check_mask_mod(sees)
+
+    def own_table(s, b, h, q, kv):
+        return s + torch.arange(100, device=s.device)[kv]
+
+    for device in ("cpu", "meta", "cpu"):
+        (table,) = trace_score_mod(own_table, device=device).buffers
+        assert table.device.type == device
+
+
+def test_changed_keyword_defaults() -> None:
+    def helper(x, *, scale=2.0, shift=1.0):
+        return x * scale + shift
+
+    def score_mod(s, b, h, q, kv):
+        return helper(s)
+
+    assert_follows(score_mod, hit=False)
+    helper.__kwdefaults__ = {"scale": 0.5, "shift": 3.0}
+    assert_follows(score_mod, hit=True)
+    helper.__kwdefaults__ = {"scale": 0.5}
+    with pytest.raises(TraceError, match="missing 1 required keyword-only argument"):
+        trace_score_mod(score_mod)
+
+
 def test_a_class_that_makes_up_attributes() -> None:
     class Options:
         def __getattr__(self, name):
@@ -892,7 +985,7 @@ def dropout(s, b, h, q, kv):
 
 
 def whole(s, b, h, q, kv):
-    return s + torch.zeros(64, 64)[:, q].sum() + BIG.sum(0)[kv] * BIG[kv].sort().values.sum()
+    return s + torch.zeros(64, 64)[:, q].sum() + BIG.sum(0)[kv] * (BIG[kv][:, None] * BIG[kv]).sum()
 
 
 def float_index(s, b, h, q, kv):

@@ -59,7 +59,6 @@ TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "a product": lambda i: (ROW[:3] * TABLE[i.clamp(0, 3)])[i],
     "a captured row": lambda i: ROW[i],
     "numbers": lambda i: torch.tensor([0.5, 1.5, 2.5])[i],
-    "a cumulated sum": lambda i: (ROW[:6] * i).cumsum(0)[i],
     "nll_loss": lambda i: F.nll_loss(TABLE[:1] * i, i[None]),
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""What a score_mod may call: the table of docs/score_mod.md, each function against PyTorch's own autograd, values and
-gradients, at the points where they are special too."""
+"""What a score_mod may call: the table of docs/design/score_mod.md, each function against PyTorch's own autograd,
+values and gradients, at the points where they are special too."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import re
@@ -13,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from coverings import rows_of
 from fusegrad import TraceError, trace_score_mod
-from fusegrad._tracing import cache
-from fusegrad._tracing.dispatch import _FILLS, _HANDLERS, _MOVES
-from fusegrad._tracing.ops import ELEMENTWISE, FOLDS
+from fusegrad._tracing import cache, elements, moves
+from fusegrad._tracing.table import FUNCTIONS, OPS, Op, Refusal
 from fusegrad.score_mod import split_scalars
 from support import AFTER_2_11, ROOT
 from torch import Tensor
 
-DOCS = (ROOT / "docs" / "score_mod.md").read_text()
+DOCS = (ROOT / "docs/design/score_mod.md").read_text()
 TABLE = DOCS.split("### What it may call")[1].split("\n### ")[0]
 SPECIAL = [
     0.0,
@@ -170,7 +170,6 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.matmul": lambda x: (x @ x[:, None])[0],
     "F.linear": lambda x: F.linear(x, x[None] * 2, x[:1])[0],
     "torch.einsum": lambda x: torch.einsum("i,j->ij", x, x)[0, 1],
-    "torch.cumsum": lambda x: x.cumsum(0)[1],
     "torch.softmax": lambda x: x.softmax(0)[1],
     "torch.log_softmax": lambda x: x.log_softmax(0)[1],
     "torch.logsumexp": lambda x: x.logsumexp(0),
@@ -186,7 +185,6 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.argmin": lambda x: x[x.argmin()],
     "torch.any": lambda x: x.any() * x[0],
     "torch.all": lambda x: (x > 0).all() * x[0],
-    "torch.cumprod": lambda x: x.cumprod(0)[2],
     "torch.var_mean": lambda x: sum(torch.var_mean(x, dim=0)),
     "torch.std_mean": lambda x: sum(torch.std_mean(x, dim=0)),
     "torch.var": lambda x: x.var(0),
@@ -195,11 +193,6 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.count_nonzero": lambda x: torch.count_nonzero(x > 0) * x[0],
     "torch.bucketize": lambda x: torch.bucketize(x[0], torch.tensor([-0.5, 0.5])) * x[1],
     "torch.searchsorted": lambda x: torch.searchsorted(torch.tensor([-0.5, 0.5]), x[0]) * x[1],
-    "torch.sort": lambda x: x.sort(0).values[1],
-    "torch.argsort": lambda x: x[x.argsort(0)[2]],
-    "torch.topk": lambda x: x.topk(2).values[1],
-    "torch.median": lambda x: x.median(0).values,
-    "torch.kthvalue": lambda x: x.kthvalue(1, 0).values,
     "torch.norm": lambda x: torch.norm(x) + x.norm(3),
     "torch.dist": lambda x: torch.dist(x[:-1], x[1:]),
     "torch.cdist": lambda x: torch.cdist(x[None, :-1], x[None, 1:]).sum(),
@@ -240,24 +233,20 @@ KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "max of a matrix": lambda x: torch.stack([x, x.flip(0)]).max(),
     "amin of a matrix": lambda x: torch.stack([x, x.flip(0)]).amin((0, 1)),
     "largest size": lambda x: torch.outer(x, x).norm(math.inf),
-    "median of all": lambda x: x.median(),
-    "cumprod": lambda x: x.cumprod(0).sum(),
     "prod of a matrix": lambda x: torch.outer(x, x).prod(),
     "logsumexp of both": lambda x: torch.logsumexp(torch.stack([x, x]), (0, 1)),
     "softmax": lambda x: x.softmax(0) @ x,
     "sinc": lambda x: torch.sinc(x).sum(),
     "logit": lambda x: torch.logit(x.abs() / 2).sum(),
 }
-# Which of equal elements they take PyTorch does not say.
-UNORDERED = ("torch.kthvalue", "torch.median", "torch.topk", "torch.sort", "torch.argsort")
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
-@rows_of("name", [*(n for n in section("of several numbers") if n not in UNORDERED), *KINKS])
+@rows_of("name", [*section("of several numbers"), *KINKS])
 def test_subgradients(name: str, length: int) -> None:
     """At ties, zeros and infinities. Elements of up to 2 are single, more have an axis."""
     mod = KINKS.get(name) or VECTORS.get(name) or (lambda x: function(name)(x, 0))
-    if length < 3 and name in ("torch.cumprod", "torch.argsort", "torch.cat", "F.layer_norm", "F.linear"):
+    if length < 3 and name in ("torch.cat", "F.layer_norm", "F.linear"):
         pytest.skip("a function of three numbers")
     if name == "F.layer_norm":
         mod = lambda x: F.layer_norm(x, (length,))[1]  # noqa: E731
@@ -276,7 +265,8 @@ def test_subgradients(name: str, length: int) -> None:
 
 def test_the_table_has_all_that_the_tracer_knows() -> None:
     """By the names of ATen's operations, in place ones and synonyms aside."""
-    known = {*ELEMENTWISE, *FOLDS, *_HANDLERS} - {*_FILLS}
+    unlisted = (moves.move, elements.fill, elements.to_copy, elements.local_scalar)
+    known = {name for name, how in OPS.items() if isinstance(how, Op) and how.handler not in unlisted} | {"full_like"}
     listed = {n.split(".")[-1] for n in re.findall(r"`([^`]+)`", TABLE)}
     synonyms = {
         "log_sigmoid_forward": "logsigmoid", "rsub": "sub", "__and__": "bitwise_and", "__or__": "bitwise_or",
@@ -285,9 +275,7 @@ def test_the_table_has_all_that_the_tracer_knows() -> None:
         "masked_fill": "where", "index": "gather", "linalg_vector_norm": "vector_norm", "_cdist_forward": "cdist",
         "_euclidean_dist": "cdist", "_softmax": "softmax", "_log_softmax": "log_softmax",
     }  # fmt: skip
-    inner = {"_to_copy", "_local_scalar_dense", "empty_like", "new_empty", "new_empty_strided"}
-    assert {synonyms.get(n, n) for n in known - inner} - listed == set()
-    assert {"reshape", "permute", "flip"} <= _MOVES
+    assert {synonyms.get(n, n) for n in known} - listed == set()
 
 
 @rows_of("name", section("not in the language"))
@@ -298,12 +286,58 @@ def test_what_is_refused_is_refused_by_name(name: str) -> None:
         trace_score_mod(lambda s, b, h, q, kv: function(name)(s))
 
 
+# What has arguments of its own.
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "__setitem__": lambda x: x.__setitem__(0, 1.0),
+    "__contains__": lambda x: 1.0 in x,
+    "__deepcopy__": copy.deepcopy,
+    "__reduce_ex__": lambda x: x.__reduce_ex__(2),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "requires_grad.__set__": lambda x: setattr(x, "requires_grad", True),
+    "grad.__set__": lambda x: setattr(x, "grad", x),
+    "data.__set__": lambda x: setattr(x, "data", x),
+    "register_hook": lambda x: x.register_hook(print),
+    "register_post_accumulate_grad_hook": lambda x: x.register_post_accumulate_grad_hook(print),
+    "grad": lambda x: torch.autograd.grad(x, x),
+    "quantile": lambda x: x.quantile(0.5),
+    "nanquantile": lambda x: x.nanquantile(0.5),
+    **{name: lambda x, name=name: getattr(x, name)(1) for name in ("topk", "kthvalue")},
+    **{
+        name: lambda x, name=name: getattr(x, name)(0)
+        for name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+    },
+}
+
+
+@rows_of("name", sorted({n for table in (FUNCTIONS, OPS) for n, how in table.items() if isinstance(how, Refusal)}))
+def test_each_refusal_has_its_text(name: str) -> None:
+    """Of a method, a function or a property."""
+    how = FUNCTIONS[name] if name in FUNCTIONS else OPS[name]
+    attribute, _, kind = name.partition(".")
+    call = REFUSED.get(name)
+    if call is None and kind:
+        call = lambda x: getattr(x, attribute)  # noqa: E731
+    elif call is None:
+        call = lambda x: getattr(x if hasattr(x, name) else torch, name)(*([] if hasattr(x, name) else [x]))  # noqa: E731
+    with pytest.raises(TraceError) as caught:
+        trace_score_mod(lambda s, b, h, q, kv: call(torch.stack([s, s * 2, s * 3])))
+    message = str(how.error(attribute))
+    assert message in str(caught.value).splitlines()[0]
+
+
+@rows_of("name", [name for name, how in OPS.items() if isinstance(how, Refusal)])
+def test_a_refused_op_is_refused_within_pytorchs_functions(name: str) -> None:
+    packet = getattr(torch.ops.aten, name)
+    arguments = {"topk": (1,), "kthvalue": (1,), "median": (), "nanmedian": ()}.get(name, (0,))
+    with pytest.raises(TraceError, match=f"{name} of values that differ from score to score; compute it outside of"):
+        trace_score_mod(lambda s, b, h, q, kv: packet(torch.stack([s, s * 2, s * 3]), *arguments))
+
+
 HIDDEN_WRITES: dict[str, Callable[[Tensor], Tensor]] = {
     "pad": lambda x: F.pad(x, (1, 1))[1],
     "vander": lambda x: torch.vander(x)[0, 0],
     "local_response_norm": lambda x: F.local_response_norm(x[None, :, None], 2)[0, 0, 0],
-    "quantile": lambda x: x.quantile(0.3),
-    "nanquantile": lambda x: x.nanquantile(0.3),
 }
 
 

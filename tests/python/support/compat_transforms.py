@@ -367,7 +367,7 @@ class SilentDifference(AssertionError):
 
 
 def check(case: Case, results: Sequence[Tensor], transform: Transform | None = None) -> None:
-    """Rule 12 of docs/contract.md for each result. In low precision eager's error is that under the same transform."""
+    """The rule of errors for each result. In low precision eager's error is that under the same transform."""
     loss, truth = case.truth()
     names = [f"gradient {i}" for i in range(len(truth))]
     eager: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""Lets every allocation of every op fail in turn, and says what happened: the numbers of docs/reliability.md.
+"""Lets every allocation of every op fail in turn, and says what happened: the numbers of docs/design/faults.md.
 
     python tests/python/support/reliability_table.py [--device cuda] [--json]
 

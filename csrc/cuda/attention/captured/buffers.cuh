@@ -1,5 +1,5 @@
 // The gradients of captured buffers: how the contributions of a tile's pairs reach their elements, by a class for each
-// scheme (schemes/); docs/score_mod.md explains the classes of contributions.
+// scheme (schemes/); docs/design/score_mod.md explains the classes of contributions.
 //
 // Keys are rows here. In its warp's part of a tile a thread has the pairs (kv, q) = (16 * m + g + 8 * (e / 2), 8 * n +
 // 2 * t + e % 2) for m below kBlocksM, n below kBlocksN and e below 4. scores.cuh describes Config; this file adds:

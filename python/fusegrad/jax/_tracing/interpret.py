@@ -91,7 +91,7 @@ def _results(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
         category(aval.dtype)
     rules = _rules(t, name, params, operands, avals)
     if rules is None:
-        raise refused(equation, "score_mods do not have", "write it with what docs/score_mod.md lists")
+        raise refused(equation, "score_mods do not have", "write it with what docs/design/score_mod.md lists")
     return [Value(t, aval.shape, aval.dtype, rule, equation) for aval, rule in zip(avals, rules, strict=True)]
 
 

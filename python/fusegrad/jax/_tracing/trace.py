@@ -12,8 +12,8 @@ import numpy as np
 
 from fusegrad._C.score_mod import FLOAT, INT, MAX_EXTENT, MAX_RANK, graph
 
+from ..._tracing.bounds import Bounds, bounds, wrapped
 from ..._tracing.names import words
-from ..._tracing.ops import Bounds, bounds, wrapped
 from .errors import OneByOne, Refused
 from .values import MAX_UNROLLED, SMALL, Index, category
 
