@@ -85,7 +85,7 @@ build: $(BUILD)/build.ninja
 OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_JAXLIB FUSEGRAD_UNITY FUSEGRAD_TORCHES FUSEGRAD_MANYLINUX
 # JAX is installed for the tests; another target builds its library where it is there already.
 JAX_THERE := $(VENV)/.installed-jax
-JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(if $(filter test test-python wheel test-wheel release,$(MAKECMDGOALS)),$(JAX_THERE),$(wildcard $(JAX_THERE))))
+JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(if $(filter test test-python,$(MAKECMDGOALS)),$(JAX_THERE),$(wildcard $(JAX_THERE))))
 CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))
 $(BUILD)/options: FORCE
 	mkdir -p $(BUILD)
@@ -103,10 +103,10 @@ test: test-python test-cpp test-example
 test-python: build $(VENV)/.installed-test $(VENV)/.installed-test-alone
 	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# The oldest JAX, without torch.
+# The oldest JAX and the newest, without torch, with one library for both.
 OLDEST_JAX ?= 0.8.0
 test-jax: build
-	$(BIN)/python tools/test_jax.py $(OLDEST_JAX)
+	$(BIN)/python tools/test_jax.py $(OLDEST_JAX) newest
 
 test-cpp: build
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
@@ -147,14 +147,22 @@ MANYLINUX := manylinux_2_28_x86_64
 # auditwheel would copy libraries of other packages: torch and CUDA bring theirs.
 OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcuda.so.*'
 
-build/torches/%/torch/version.py: tools/fetch_torch.py $(VENV)/.made
+build/torches/%/torch/version.py: tools/fetch_headers.py $(VENV)/.made
 	echo "Fetching the headers of torch $*"
-	$(BIN)/python tools/fetch_torch.py $* build/torches/$*
+	$(BIN)/python tools/fetch_headers.py torch $* build/torches/$*
 
-wheel: $(foreach version,$(TORCHES),$(call folder_of,$(version))/version.py) $(VENV)/.installed-build $(VENV)/.installed-wheel $(JAX)
+# The library for JAX loads with the jaxlib by whose headers it was built, and with later ones: the wheel's is the oldest.
+WHEEL_JAXLIB = $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(or $(FUSEGRAD_JAXLIB),$(CURDIR)/build/jaxlibs/$(OLDEST_JAX)/jaxlib))
+build/jaxlibs/%/jaxlib/version.py: tools/fetch_headers.py $(VENV)/.made
+	echo "Fetching the headers of jaxlib $*"
+	$(BIN)/python tools/fetch_headers.py jaxlib $* build/jaxlibs/$*
+
+wheel: $(foreach version,$(TORCHES),$(call folder_of,$(version))/version.py) $(VENV)/.installed-build $(VENV)/.installed-wheel \
+  $(addsuffix /version.py,$(WHEEL_JAXLIB:$(CURDIR)/%=%))
 	rm -rf $(BUILD)/wheel dist/*.whl
 	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
-	  CMAKE_ARGS="$(CMAKE_OPTIONS) -DFUSEGRAD_TORCHES='$(WHEEL_TORCHES)' -DFUSEGRAD_MANYLINUX=ON -DFUSEGRAD_TESTS=OFF" \
+	  CMAKE_ARGS="$(CMAKE_OPTIONS) -DFUSEGRAD_TORCHES='$(WHEEL_TORCHES)' -DFUSEGRAD_JAXLIB='$(WHEEL_JAXLIB)' \
+	    -DFUSEGRAD_MANYLINUX=ON -DFUSEGRAD_TESTS=OFF" \
 	  $(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-build-isolation --no-deps \
 	  --config-settings build-dir=$(BUILD) --wheel-dir $(BUILD)/wheel .
 	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) --plat $(MANYLINUX) \

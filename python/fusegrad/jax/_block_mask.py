@@ -143,7 +143,10 @@ def _states(
     open_ones = some & ~all_pairs
     at_a_time = min(max(1, _PAIRS // (block[0] * block[1])), count)
     (order,) = jnp.nonzero(open_ones, size=count + at_a_time, fill_value=count)
-    of_keys = jax.vmap(mask_mod, in_axes=(None, None, None, 0))
+    # A loop of unknown length has no gradient in reverse mode, not even of bools: nothing in it may be differentiated.
+    asked, floats = jax.closure_convert(mask_mod, *[jnp.int32(0)] * 4)
+    constants = [jax.lax.stop_gradient(x) for x in floats]
+    of_keys = jax.vmap(lambda *place: asked(*place, *constants), in_axes=(None, None, None, 0))
     of_pairs = jax.vmap(of_keys, in_axes=(None, None, 0, None))
 
     def of_block(place: jax.Array) -> tuple[jax.Array, jax.Array]:
