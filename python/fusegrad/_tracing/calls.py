@@ -65,18 +65,14 @@ def made_of_numbers(trace: Trace, name: str, args: Sequence[Any], kwargs: dict[s
 
 
 def with_value(trace: Trace, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """full and its kin: the value may be traced, where PyTorch wants a number."""
+    """full_like and new_full: the value may be traced, where PyTorch wants a number."""
     value = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
     zero = False if isinstance(value, bool) else 0
     if "fill_value" in kwargs:
         kwargs = {**kwargs, "fill_value": zero}
     else:
         args = [*args[:-1], zero]
-    if contains((args, kwargs), TracedTensor):
-        like = trace.run(func, *args, **kwargs)
-    else:
-        like = trace.run(func, *args, **{**kwargs, "device": "meta"})
-    value = trace.stacked(value)
+    like, value = trace.run(func, *args, **kwargs), trace.stacked(value)
     if value.dim() != 0:
         raise Refused(f"a fill value of shape {list(value.shape)}", "fill with a single number")
     return trace.filled(trace.graph.cast(int(value.terms), category(like.dtype)), like.shape, like.dtype)

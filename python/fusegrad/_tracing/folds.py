@@ -115,6 +115,11 @@ def extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     extents = {axis_of(g, shape, d): shape[d] for d in tensor.axes if d in dims}
     values, places = [], []
     for row in packed.permute(kept + dims).reshape(math.prod(packed.shape[d] for d in kept), -1).tolist():
+        if not extents:
+            value, place = _first(g, row, "gt" if most == "amax" else "lt")
+            values.append(value)
+            places.append(place)
+            continue
         axis, term = _along(g, row, extents)
         found = g.apply("or", g.apply("eq", term, g.reduce(most, axis, term)), g.apply("ne", term, term))
         last = g.constant(math.prod(shape[d] for d in dims) - 1)
@@ -128,6 +133,16 @@ def extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
     where = reshaped(places, torch.int64)
     return where if name.startswith("arg") else (reshaped(values, tensor.dtype), where)
+
+
+def _first(g: Graph, row: Sequence[int], beats: str) -> tuple[int, int]:
+    """The first extremum of single elements, and its place."""
+    value, place = row[0], g.constant(0)
+    for i, term in enumerate(row[1:], 1):
+        nan = g.apply("and", g.apply("ne", term, term), g.apply("eq", value, value))
+        better = g.apply("or", g.apply(beats, term, value), nan)
+        value, place = g.apply("where", better, term, value), g.apply("where", better, g.constant(i), place)
+    return value, place
 
 
 def matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:

@@ -58,7 +58,7 @@ _FUNCTIONS: tuple[tuple[str, Handler | Refusal], ...] = (
     ),
     ("tensor new_tensor", calls.tensor),
     ("as_tensor", calls.as_tensor),
-    ("full full_like new_full", calls.with_value),
+    ("full_like new_full", calls.with_value),
     ("clamp clip clamp_min clamp_max clamp_ clip_ clamp_min_ clamp_max_", calls.clamp),
     ("matmul __matmul__ __rmatmul__", calls.matmul),
     ("linear", calls.linear),

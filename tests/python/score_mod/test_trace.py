@@ -760,12 +760,13 @@ def test_an_attribute_that_a_function_is_given_later() -> None:
     def score_mod(s, b, h, q, kv):
         try:
             return helper(s) + helper.shift
-        except AttributeError:
+        except Exception:
             return helper(s)
 
-    assert_follows(score_mod)
+    assert_follows(score_mod, hit=False)
+    assert_follows(score_mod, hit=True)
     helper.shift = 3.0
-    assert_follows(score_mod)
+    assert_follows(score_mod, hit=False)
 
 
 def test_a_function_of_both_kinds_and_of_several_devices() -> None:
@@ -784,9 +785,9 @@ def test_a_function_of_both_kinds_and_of_several_devices() -> None:
         assert table.device.type == device
 
 
-def test_changed_keyword_defaults() -> None:
-    def helper(x, *, scale=2.0, shift=1.0):
-        return x * scale + shift
+def test_changed_defaults() -> None:
+    def helper(x, factor=0.5, power=2.0, *, scale=2.0, shift=1.0):
+        return x * scale + shift + (x * factor) * power
 
     def score_mod(s, b, h, q, kv):
         return helper(s)
@@ -794,6 +795,10 @@ def test_changed_keyword_defaults() -> None:
     assert_follows(score_mod, hit=False)
     helper.__kwdefaults__ = {"scale": 0.5, "shift": 3.0}
     assert_follows(score_mod, hit=True)
+    helper.__defaults__ = (0.5, 2.0, 4.0)[1:]
+    assert_follows(score_mod, hit=True)
+    helper.__defaults__ = (3.0, 2.0, 4.0)  # a default for x, too: those of the others are at other places
+    assert_follows(score_mod, hit=False)
     helper.__kwdefaults__ = {"scale": 0.5}
     with pytest.raises(TraceError, match="missing 1 required keyword-only argument"):
         trace_score_mod(score_mod)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import inf, nan
 
 import fusegrad
 import pytest
@@ -124,6 +126,44 @@ CASES: dict[str, Callable] = {
 @rows_of("name", [*CASES])
 def test_like_pytorch(name: str) -> None:
     assert_like_dense(CASES[name], [A, K, MATRIX, TABLE, SMALL, WIDE, ZEROS, HIDDEN, OUTER, JOINED, *NET.parameters()])
+
+
+ROWS = torch.tensor(list(itertools.product([0.0, 1.0, -inf, inf, nan], repeat=3)), dtype=torch.float64)
+OF_ROWS: dict[str, Callable] = {
+    "argmax": lambda x: x.argmax(),
+    "argmin": lambda x: x.argmin(),
+    "max": lambda x: x.max(0).values * 3 + x.max(),
+    "min": lambda x: x.min(0).values * 3 + x.min(),
+    "place of max": lambda x: x.max(0).indices,
+    "place of min": lambda x: x.min(0).indices,
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(0),
+    "any": lambda x: x.any(),
+    "all": lambda x: x.all(),
+    "sum": lambda x: x.sum(),
+    "prod": lambda x: x.prod(),
+    "mean": lambda x: x.mean(),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "count_nonzero": lambda x: torch.count_nonzero(x),
+    "bucketize": lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64)).sum(),
+    "norms": lambda x: x.norm() + x.norm(1) + x.norm(inf) + x.norm(-inf) + x.norm(0),
+}
+
+
+@pytest.mark.parametrize("kind", ["an axis", "single"])
+@rows_of("name", [*OF_ROWS])
+def test_nan_and_infinities(name: str, kind: str) -> None:
+    """Values, along an axis and of single elements."""
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        row = ROWS[kv] if kind == "an axis" else torch.stack([ROWS[kv, i] for i in range(3)])
+        return s + OF_ROWS[name](row)
+
+    traced = fusegrad.trace_score_mod(mod)
+    score = torch.zeros(1, 1, 1, len(ROWS), dtype=torch.float64)
+    got = torch.ops.fusegrad.evaluate_score_mod(traced.text, score, traced.buffers, [], []).reshape(-1)
+    expected = torch.stack([OF_ROWS[name](row).double() for row in ROWS])
+    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 def test_ties_share_the_gradient_evenly() -> None:
