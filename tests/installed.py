@@ -3,6 +3,8 @@
 tools/test_wheel.py runs it; by hand: `python -I tests/installed.py`. On a GPU too, where there is one.
 """
 
+import ctypes
+import importlib.metadata
 import pathlib
 import sys
 
@@ -48,12 +50,23 @@ def check_attention(device: str) -> None:
         torch.testing.assert_close(one, other, atol=2e-5 * scale, rtol=2e-4 * scale)
 
 
+def check_jax(library: pathlib.Path) -> None:
+    """It loads with the oldest JAX that the package names, and so with all later ones."""
+    (wanted,) = (x for x in importlib.metadata.requires("fusegrad") or () if x.startswith("jax") and "extra == 'jax'" in
+                 x.replace('"', "'"))  # fmt: skip
+    version = ctypes.CDLL(str(library)).fusegrad_jax_jaxlib_version
+    version.restype = ctypes.c_char_p
+    oldest = wanted.split(">=")[1].split(",")[0].split(";")[0].strip()
+    assert version().decode().startswith(oldest), f"built for jaxlib {version().decode()}, but {wanted} is promised"
+
+
 def main() -> int:
     package = pathlib.Path(fusegrad.__file__).parent
     assert package.is_relative_to(sys.prefix), package
     for file in ("include/fusegrad/fusegrad.h", "share/cmake/fusegrad/fusegradConfig.cmake", "py.typed"):
         assert (package / file).is_file(), file
     assert pathlib.Path(fusegrad.utils.cmake_prefix_path).is_dir()
+    check_jax(package / "lib" / "libfusegrad_jax.so")
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         check_losses(device)
         check_attention(device)

@@ -1,8 +1,8 @@
-"""Fetches what a library is compiled and linked against: `python tools/fetch_headers.py torch 2.15.0 build/torches/2.15.0`,
-or `jaxlib 0.8.0 build/jaxlibs/0.8.0`.
+"""Fetches what a library is compiled and linked against:
+`python tools/fetch_headers.py torch 2.15.0 build/torches/2.15.0`, or `jaxlib 0.8.0 build/jaxlibs/0.8.0`.
 
-PyPI's wheel of that package, of which the headers and version.py are kept, and of torch three libraries and libgomp. What
-it requires, CUDA's libraries among it, is not fetched: nothing of it is linked.
+PyPI's wheel of that package, of which the headers and version.py are kept, and of torch three libraries and libgomp.
+What it requires, CUDA's libraries among it, is not fetched: nothing of it is linked.
 """
 
 import pathlib

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,21 +52,37 @@ def test_donated_buffers(device: str) -> None:
     close(device, run(*(jnp.copy(x) for x in inputs)), 2 * right)
 
 
-def test_memory_is_linear() -> None:
-    """Of a training step with a table, no array of all pairs."""
-    S = 16384
-    x = jax.ShapeDtypeStruct((1, 2, S, 32), jnp.bfloat16)
-    table = jax.ShapeDtypeStruct((2, 65), jnp.float32)
+def _sizes_of(text: str) -> list[int]:
+    """Elements of all arrays that a compiled program names."""
+    return [math.prod(map(int, x.split(","))) for x in re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", text)]
 
-    def loss(q: Any, k: Any, v: Any, table: Any) -> Any:
+
+@pytest.mark.parametrize("policy", [None, "nothing_saveable"])
+@pytest.mark.parametrize("kind", ["table", "causal", "traced documents"])
+def test_memory_is_linear(kind: str, policy: str | None) -> None:
+    """Of a training step at 16384 queries and keys: no array of all pairs, nor of a mask that the program makes."""
+    S, H, D = 16384, 2, 32
+    make = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(on("cpu")))
+    x, table, of = make((1, H, S, D), jnp.bfloat16), make((H, 65), jnp.float32), make((S,), jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any, table: Any, of: Any) -> Any:
         mod = lambda s, b, h, i, j: s + table[h, jnp.clip(i - j, -32, 32) + 32]  # noqa: E731
-        return flex_attention(q, k, v, mod).astype(jnp.float32).sum()
+        mask = {"table": None, "causal": lambda b, h, i, j: i >= j,
+                "traced documents": lambda b, h, i, j: (of[i] == of[j]) & (i >= j)}[kind]  # fmt: skip
+        mask = mask and create_block_mask(mask, None, None, S, S)
+        return flex_attention(q, k, v, None if kind == "causal" else mod, mask)
 
-    device = on("cpu")
-    args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.SingleDeviceSharding(device)) for a in
-            (x, x, x, table)]  # fmt: skip
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*args).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2 * S * 32 * 2
+    how = jax.checkpoint(attend, policy=policy and getattr(jax.checkpoint_policies, policy))
+    loss = lambda *x: how(*x).astype(jnp.float32).sum()  # noqa: E731
+    step = jax.jit(jax.grad(loss, (0, 1, 2, 3)), donate_argnums=(0, 1, 2))
+    compiled = step.lower(x, x, x, table, of).compile()
+    memory = compiled.memory_analysis()
+    sizes = _sizes_of(compiled.as_text())
+    pairs_at_a_time = 1 << 22 if kind == "traced documents" else 0  # of which the program asks the mask
+    assert max(sizes) <= max(H * S * D, pairs_at_a_time) < S * S
+    assert memory.temp_size_in_bytes < 16 * H * S * D * 2 + 4 * pairs_at_a_time
+    # The gradients of query, key and value are written over what was donated.
+    assert memory.alias_size_in_bytes >= 3 * H * S * D * 2
 
 
 class _Cuda:
