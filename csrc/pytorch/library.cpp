@@ -169,10 +169,10 @@ TORCH_LIBRARY(fusegrad, m) {
   define(m, "scale_gradient_(Tensor(a!) gradient, Tensor scale, Tensor? factor=None) -> ()");
 
   // --- the score_mod language ------------------------------------------------------------------------------
-  // A graph's canonical text (docs/design/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests and for
-  // looking at masks and biases. `buffers`, `floats` and `ints` are what the text declares, as above. Where the bool
-  // `mask` is false the score is -inf and nothing contributes; the backward gives a gradient for every floating-point
-  // buffer. Masks are computed as flex_attention computes them.
+  // A graph's canonical text (docs/design/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests
+  // and for looking at masks and biases. `buffers`, `floats` and `ints` are what the text declares, as above. Where the
+  // bool `mask` is false the score is -inf and nothing contributes; the backward gives a gradient for every
+  // floating-point buffer. Masks are computed as flex_attention computes them.
   define(m,
          "evaluate_score_mod(str graph, Tensor score, Tensor[] buffers, float[] floats, int[] ints, Tensor? mask=None) "
          "-> Tensor");

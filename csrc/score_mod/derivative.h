@@ -11,8 +11,8 @@ namespace fusegrad::score_mod {
 /// gradient by `score`, and it has a contribution for every distinct read of a float buffer that `wants_grad` (one
 /// value a buffer; missing ones are false). Reads of the same place are merged. Simplified.
 ///
-/// Subgradients are PyTorch's: see docs/design/score_mod.md. What a branch not taken would contribute is replaced by 0, not
-/// multiplied by it: no NaN or infinity comes out of it.
+/// Subgradients are PyTorch's: see docs/design/score_mod.md. What a branch not taken would contribute is replaced by 0,
+/// not multiplied by it: no NaN or infinity comes out of it.
 Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad);
 
 /// Whether the result of such a graph and each of its contributions is `grad` itself, as of a bias that is added.

@@ -63,7 +63,8 @@ struct JSDOptions {
   TORCH_ARG(std::optional<VocabParallel>, vocab_parallel);
 };
 
-/// Generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits (docs/design/divergences.md).
+/// Generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits
+/// (docs/design/divergences.md).
 ///
 /// student: [..., V]; float32, bfloat16, float16 (float64 on the CPU). teacher: the same shape; where its dtype
 /// differs, both are read in the narrowest dtype that holds either. Gradients go to both, where they require them.

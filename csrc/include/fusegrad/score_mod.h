@@ -5,7 +5,8 @@
 //     return where(q_idx >= kv_idx, score + bias[offset[kv_idx]], -INFINITY);
 //   });
 //
-// The function runs once; what it computes on its arguments is recorded. docs/design/score_mod.md describes the language.
+// The function runs once; what it computes on its arguments is recorded. docs/design/score_mod.md describes the
+// language.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,7 +1,7 @@
-// Divergences of rows over a vocabulary that processes share; formulas in docs/design/divergences.md. A divergence is that of
-// log-probabilities, whose normaliser all processes know after one collective; a second one sums the divergence and
-// what the gradients by logits take off. A top-k teacher needs the first one only: its K columns and the tail are in
-// every process then.
+// Divergences of rows over a vocabulary that processes share; formulas in docs/design/divergences.md. A divergence is
+// that of log-probabilities, whose normaliser all processes know after one collective; a second one sums the divergence
+// and what the gradients by logits take off. A top-k teacher needs the first one only: its K columns and the tail are
+// in every process then.
 #include <limits>
 
 #include "pytorch/rows/collectives.h"
