@@ -38,6 +38,10 @@ class Threads : public c10d::Backend {
     exchange(in, [&] { out.copy_(at::cat(at::TensorList(meeting_.given)).view_as(out)); });
     return c10::make_intrusive<Finished>();
   }
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<Tensor>& out, std::vector<Tensor>& in,
+                                                                 const c10d::AllgatherOptions& options) override {
+    return _allgather_base(out.at(0), in.at(0), options);
+  }
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<Tensor>& tensors,
                                            const c10d::AllreduceOptions& /*options*/) override {
     Tensor sum;
@@ -115,7 +119,7 @@ TEST(ShardedLosses, LinearCrossEntropy) {
     const auto x = leaf(input, at::kDouble), w = leaf(weight, at::kDouble);
     const auto truth = linear_cross_entropy(x, w, target, options);
     truth.sum().backward();
-    in_processes([&](const auto& shards, const auto& part) {
+    const int collectives = in_processes([&](const auto& shards, const auto& part) {
       const auto mine = leaf(input, at::kDouble), head = leaf(part(weight, 0), at::kDouble);
       auto own = options;
       const auto loss = linear_cross_entropy(mine, head, target, own.vocab_parallel(shards));
@@ -124,6 +128,7 @@ TEST(ShardedLosses, LinearCrossEntropy) {
       expect_equal(mine.grad(), x.grad(), "input");
       expect_equal(head.grad(), part(w.grad(), 0), "weight");
     });
+    EXPECT_EQ(collectives, 4);  // and the sum of the input's gradient
   }
 }
 
@@ -137,7 +142,7 @@ TEST(ShardedLosses, Divergences) {
   const auto teacher = at::matmul(input, frozen.t());
   const auto of_logits = jsd(z, teacher, JSDOptions());
   of_logits.backward();
-  in_processes([&](const auto& shards, const auto& part) {
+  const int collectives = in_processes([&](const auto& shards, const auto& part) {
     const auto mine = leaf(input, at::kDouble), head = leaf(part(weight, 0), at::kDouble);
     const auto loss = linear_jsd(mine, head, input, part(frozen, 0), LinearJSDOptions().vocab_parallel(shards));
     loss.backward();
@@ -150,6 +155,7 @@ TEST(ShardedLosses, Divergences) {
     expect_equal(other, of_logits, "jsd");
     expect_equal(logits.grad(), part(z.grad(), 1), "jsd, gradient");
   });
+  EXPECT_EQ(collectives, 5 + 3);  // of jsd there are no values to compare, and no gradient to sum
 }
 
 TEST(ShardedLosses, WrongCalls) {
