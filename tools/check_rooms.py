@@ -18,7 +18,7 @@ PACKAGE = ROOT / "python" / "fusegrad"
 # From below, by prefixes of modules' names, the longest of which counts; "" is the package itself, with all below it.
 PYTHON_ROOMS = {
     "ground": ("_arguments", "_eager", "_environment", "_known", "_load", "_sharding", "_transforms", "utils"),
-    "language": ("_mod_fold", "_tracing", "_score_mod_torch", "score_mod"),
+    "language": ("_mod_fold", "_program", "_tracing", "_score_mod_torch", "score_mod"),
     "functions": (
         *("_attention", "_bias", "_calls", "_chunks", "_flops", "_loss_chunks", "_options", "attention", "block_mask"),
         *("compile", "distillation", "folding", "functional", "modules", "nested", "pair_bias", "reference"),
@@ -29,7 +29,7 @@ PYTHON_ROOMS = {
 }
 PYTHON_LEVEL = {prefix: level for level, prefixes in enumerate(PYTHON_ROOMS.values()) for prefix in prefixes}
 # Without torch, and so without the others.
-ALONE = ("jax", "_environment", "_mod_fold", "_tracing.names", "_tracing.bounds", "_tracing.ops")
+ALONE = ("jax", "_environment", "_mod_fold", "_program", "_tracing.names", "_tracing.bounds", "_tracing.ops")
 # Of the tracer: each may import those before it.
 LAYERS = [
     f"_tracing{layer and '.'}{layer}"

@@ -17,7 +17,8 @@ from torch import Tensor
 from fusegrad import _C
 
 from ._chunks import Plan, whole_blocks
-from ._score_mod_torch import Values, check_linear, evaluate, program
+from ._program import PLACES, program
+from ._score_mod_torch import Values, check_linear, evaluate
 
 __all__ = [
     "LOW", "MAX_SCORES", "Call", "Mod", "Scoring", "Tensors", "attention_plan",
@@ -183,7 +184,7 @@ def _attend(
         shape = [1] * 4
         shape[dim] = size
         places.append(torch.arange(start, start + size, device=query.device).reshape(shape))
-    indices = dict(zip(("b", "h", "q_idx", "kv_idx"), places, strict=True))
+    indices = dict(zip(PLACES, places, strict=True))
     visible = _visible(call, t, indices, sizes)
     if visible is not None:
         # A key that none of these queries sees is not read: it may hold anything.

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,46 +19,12 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
-__all__ = ["Program", "Values", "adds_reads", "check_linear", "evaluate", "evaluate_reads", "program"]
+from ._program import LEAVES, PLACES, Node, Program, program
+
+__all__ = ["Values", "adds_reads", "check_linear", "evaluate", "evaluate_reads"]
 
 _REDUCTIONS = ("sum", "amax", "amin", "prod")
-_LEAVES = ("constant", "input", "scalar", "upstream")
-_PLACES = ("b", "h", "q_idx", "kv_idx")
-_SPATIAL = len(_PLACES)
-
-
-class _Node(NamedTuple):
-    """As the language's Graph gives it. `of`: its number, input, declaration, extent or key."""
-
-    op: str
-    type: int
-    of: Any
-    operands: list[int]
-
-
-@dataclass(frozen=True)
-class Program:
-    """The graph of a text. `axes`: the nodes that are axes; `upstream`: those that depend on the upstream gradient of a
-    value with a derivative of its own."""
-
-    nodes: tuple[_Node, ...]
-    scalars: tuple[int, ...]
-    result: int
-    axes: tuple[int, ...]
-    upstream: frozenset[int]
-    most: int  # elements of one value for each pair of a query and a key
-
-
-@functools.lru_cache(maxsize=512)
-def program(text: str) -> Program:
-    """Of a text of the language."""
-    graph = _language.parse(text)
-    nodes = tuple(_Node(*x) for x in graph.nodes())
-    places = range(len(nodes))
-    most = max(math.prod(nodes[axis].of for axis in graph.open_axes(i)) for i in places)
-    axes = tuple(i for i in places if nodes[i].op == "axis")
-    upstream = frozenset(i for i in places if graph.on_upstream(i))
-    return Program(nodes, tuple(graph.scalars()), graph.result(), axes, upstream, most)
+_SPATIAL = len(PLACES)
 
 
 @functools.lru_cache(maxsize=512)
@@ -225,7 +191,7 @@ class _Evaluation:
     def operand(self, i: int) -> Tensor:
         if i not in self.known:
             n = self.text.nodes[i]
-            if n.op not in _LEAVES:  # out of its order: a value that shares a backward with an earlier one
+            if n.op not in LEAVES:  # out of its order: a value that shares a backward with an earlier one
                 self.run([i])
             elif n.op == "input":
                 self.known[i] = self.values.inputs[n.of]
@@ -237,7 +203,7 @@ class _Evaluation:
     def run(self, places: Sequence[int]) -> None:
         for i in places:
             n = self.text.nodes[i]
-            if n.op == "backward" or n.op in _LEAVES:
+            if n.op == "backward" or n.op in LEAVES:
                 continue
             if n.op == "custom":
                 if i not in self.known:
@@ -248,7 +214,7 @@ class _Evaluation:
     def dim(self, axis: int) -> int:
         return _SPATIAL + self.text.axes.index(axis)
 
-    def value(self, i: int, n: _Node) -> Tensor:
+    def value(self, i: int, n: Node) -> Tensor:
         if n.op == "axis":
             shape = [1] * (_SPATIAL + len(self.text.axes))
             shape[self.dim(i)] = n.of
@@ -264,7 +230,7 @@ class _Evaluation:
             return operands[0].to(self.values.dtype)
         return _function(n.op)(*operands)
 
-    def load_of(self, n: _Node, buffers: Sequence[Tensor] | dict[int, Tensor]) -> Tensor:
+    def load_of(self, n: Node, buffers: Sequence[Tensor] | dict[int, Tensor]) -> Tensor:
         buffer = buffers[n.of]
         part = self.part(buffer, n.operands)
         return self.load(buffer, [self.operand(x) for x in n.operands]) if part is None else part
@@ -280,8 +246,8 @@ class _Evaluation:
             if starts[name] + sizes[name] > buffer.size(dim):
                 return None
             buffer = buffer.narrow(dim, starts[name], sizes[name])
-        order = sorted(range(len(names)), key=lambda i: _PLACES.index(names[i]))
-        shape = [sizes.get(place, 1) for place in _PLACES] + [1] * len(self.text.axes)
+        order = sorted(range(len(names)), key=lambda i: PLACES.index(names[i]))
+        shape = [sizes.get(place, 1) for place in PLACES] + [1] * len(self.text.axes)
         found = buffer.permute(order).reshape(shape).to(self.values.dtype)
         if part is None:
             return found

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
+from .._program import PLACES
 from ..score_mod import ScoreMod, split_scalars
 
 __all__ = ["MovedMod"]
 
-_INPUTS = ("b", "h", "q_idx", "kv_idx")
 
 # Reads of buffer (first) at dimension (second) by exactly this input (third), to be made at an index of the part.
 Local = tuple[int, int, str]
@@ -65,7 +65,7 @@ class MovedMod:
 class Starts:
     """Where a part lies: of each input, the position of its first; and the first query among those of the process."""
 
-    of: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_INPUTS, 0))
+    of: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
     row: int = 0
 
     def at(self, query: int, key: int, row: int) -> Starts:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._program import PLACES, program
 from ._attention_call import Call, Text
 from ._check import acc_type
 from ._dropout import ROWS, kept
-from ._evaluate import PLACES, Values, evaluate, extremum, program, rows_of_buffers
+from ._evaluate import Values, evaluate, extremum, rows_of_buffers
 
 __all__ = ["attend"]
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from fusegrad._C import score_mod as language
 
-from ._evaluate import PLACES, Values, evaluate, program
+from .._program import PLACES, program
+from ._evaluate import Values, evaluate
 from ._score_mod import Mod
 
 __all__ = ["bounds_within", "states_by_bounds"]

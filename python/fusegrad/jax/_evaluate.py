@@ -11,56 +11,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fusegrad._C import score_mod as _language
+from .._program import LEAVES, PLACES, Node, Program, program
 
-__all__ = ["PLACES", "Program", "Values", "evaluate", "extremum", "program", "rows_of_buffers"]
+__all__ = ["Values", "evaluate", "extremum", "rows_of_buffers"]
 
-PLACES = ("b", "h", "q_idx", "kv_idx")
 _SPATIAL = len(PLACES)
-_LEAVES = ("constant", "input", "scalar", "upstream")
-
-
-class _Node(NamedTuple):
-    """As the language's Graph gives it. `of`: its number, input, declaration, extent or key."""
-
-    op: str
-    type: int
-    of: Any
-    operands: list[int]
-
-
-@dataclass(frozen=True)
-class Program:
-    """The graph of a text. `axes`: the nodes that are axes; `upstream`: those that depend on the upstream gradient of a
-    value with a derivative of its own."""
-
-    nodes: tuple[_Node, ...]
-    buffers: int
-    result: int
-    axes: tuple[int, ...]
-    upstream: frozenset[int]
-    most: int  # elements of one value for each pair of a query and a key
-
-
-@functools.lru_cache(maxsize=512)
-def program(text: str) -> Program:
-    graph = _language.parse(text)
-    nodes = tuple(_Node(*x) for x in graph.nodes())
-    most = 1
-    for i in range(len(nodes)):
-        elements = 1
-        for axis in graph.open_axes(i):
-            elements *= nodes[axis].of
-        most = max(most, elements)
-    axes = tuple(i for i, n in enumerate(nodes) if n.op == "axis")
-    upstream = frozenset(i for i in range(len(nodes)) if graph.on_upstream(i))
-    return Program(nodes, len(graph.buffers()), graph.result(), axes, upstream, most)
 
 
 @functools.lru_cache(maxsize=512)
@@ -239,7 +200,7 @@ class _Evaluation:
     def operand(self, i: int) -> Any:
         if i not in self.known:
             n = self.text.nodes[i]
-            if n.op not in _LEAVES:  # out of its order: a value that shares a backward with an earlier one
+            if n.op not in LEAVES:  # out of its order: a value that shares a backward with an earlier one
                 self.run([i])
             elif n.op == "input":
                 self.known[i] = self.values.inputs[n.of]
@@ -252,7 +213,7 @@ class _Evaluation:
     def run(self, places: Sequence[int]) -> None:
         for i in places:
             n = self.text.nodes[i]
-            if n.op == "backward" or n.op in _LEAVES or i in self.known:
+            if n.op == "backward" or n.op in LEAVES or i in self.known:
                 continue
             if n.op == "custom":
                 self.own(n.operands[1])
@@ -262,7 +223,7 @@ class _Evaluation:
     def dim(self, axis: int) -> int:
         return _SPATIAL + self.text.axes.index(axis)
 
-    def value(self, i: int, n: _Node) -> Any:
+    def value(self, i: int, n: Node) -> Any:
         if n.op == "axis":
             shape = [1] * (_SPATIAL + len(self.text.axes))
             shape[self.dim(i)] = n.of
@@ -278,7 +239,7 @@ class _Evaluation:
             return operands[0].astype(self.values.dtype)
         return _FUNCTIONS[n.op](*operands)
 
-    def part(self, n: _Node) -> Any:
+    def part(self, n: Node) -> Any:
         """A read at some of b, h, q_idx and kv_idx themselves: a part of the array, whose gradient is one as well."""
         buffer, part = self.values.buffers[n.of], self.values.taking_part
         names = [self.text.nodes[i].of for i in n.operands if self.text.nodes[i].op == "input"]
@@ -299,7 +260,7 @@ class _Evaluation:
         part = self.values.taking_part
         return part.reshape(*part.shape, *[1] * len(self.text.axes))
 
-    def load(self, n: _Node) -> Any:
+    def load(self, n: Node) -> Any:
         """nan (0, false) out of range: where that is an error, the forward has raised it."""
         buffer, own = self.values.buffers[n.of], self.values.rows[n.of]
         kind = self.values.dtype if _is_float(buffer) else jnp.bool_ if buffer.dtype == jnp.bool_ else jnp.int64

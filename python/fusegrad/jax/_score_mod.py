@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fusegrad._C.score_mod import MAX_LENGTH
 
+from .._program import PLACES
 from ._tracing.errors import OneByOne, Refused, TraceError, located
 from ._tracing.interpret import interpret
 from ._tracing.trace import Trace
@@ -48,21 +49,18 @@ def trace_score_mod(
         TraceError: ``op: score_mod: what it must not do; what to write instead``, with the line.
     """
     scores = jax.ShapeDtypeStruct((), score_dtype)
-    return _trace("score_mod", score_mod, ("score", *_INDICES), (scores, *_places()), sizes, op)
+    return _trace("score_mod", score_mod, ("score", *PLACES), (scores, *_places()), sizes, op)
 
 
 def trace_mask_mod(
     mask_mod: Callable[..., Any] | None, *, sizes: Sequence[int | None] | None = None, op: str = _OP
 ) -> Mod:
     """A mask_mod ``(b, h, q_idx, kv_idx) -> bool`` in the language, see :func:`trace_score_mod`."""
-    return _trace("mask_mod", mask_mod, _INDICES, _places(), sizes, op)
-
-
-_INDICES = ("b", "h", "q_idx", "kv_idx")
+    return _trace("mask_mod", mask_mod, PLACES, _places(), sizes, op)
 
 
 def _places() -> tuple[Any, ...]:
-    return (jax.ShapeDtypeStruct((), jnp.int32),) * len(_INDICES)
+    return (jax.ShapeDtypeStruct((), jnp.int32),) * len(PLACES)
 
 
 def _trace(

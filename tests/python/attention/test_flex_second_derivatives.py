@@ -13,7 +13,8 @@ from attention_reference import dense, dropout_weight, one_by_one
 from coverings import rows_of
 from fusegrad import _C, flex_attention, trace_score_mod
 from fusegrad import _attention_composite as composite
-from fusegrad._score_mod_torch import Values, adds_reads, evaluate, evaluate_reads, program
+from fusegrad._program import program
+from fusegrad._score_mod_torch import Values, adds_reads, evaluate, evaluate_reads
 from fusegrad.score_mod import split_scalars
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask

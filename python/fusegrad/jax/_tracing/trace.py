@@ -12,6 +12,7 @@ import numpy as np
 
 from fusegrad._C.score_mod import FLOAT, INT, MAX_EXTENT, MAX_RANK, graph
 
+from ..._program import PLACES
 from ..._tracing.bounds import Bounds, bounds, wrapped
 from ..._tracing.names import words
 from .errors import OneByOne, Refused
@@ -37,7 +38,7 @@ class Trace:
         self.in_backward = False
         self.own_derivatives = False
         """Whether there are functions with a derivative that the user wrote."""
-        for name, size in zip(("b", "h", "q_idx", "kv_idx"), sizes or (), strict=False):
+        for name, size in zip(PLACES, sizes or (), strict=False):
             if size is not None:
                 self.known[self.g.input(name)] = (0, max(size - 1, 0))
 
