@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from curves import draw_errors
 from graph.data import BONDS, DISTANCES, ELEMENTS, Molecule, load_molecules
 
 WIDTH, PAIR, HEADS, LAYERS, BATCH = 32, 8, 4, 3, 16
@@ -179,21 +180,6 @@ def check_gradients(molecules: list[Molecule], n: int) -> None:
     print("The gradients are those of plain attention.")
 
 
-def draw(errors: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
-    for name, run in errors.items():
-        axes.plot(range(1, len(run) + 1), run, "--" if name == "plain" else "-", label=name)
-    axes.set(title="Error of log P of molecules held out", xlabel="epoch", ylabel="RMSE", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train AlphaFold 3's pair-biased attention in equinox on molecules.")
     parser.add_argument("--molecules", type=int, default=1000)
@@ -206,9 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     shuffled, count = [molecules[i] for i in order], len(molecules) // 5
     check_gradients(shuffled, options.atoms)
     errors = {run: train(run, shuffled[count:], shuffled[:count], options.epochs, options.atoms) for run in RUNS}
-    options.out.mkdir(parents=True, exist_ok=True)
-    draw(errors, options.out / "jax_equinox.png")
-    print(f"wrote {options.out / 'jax_equinox.png'}")
+    draw_errors(errors, options.out / "jax_equinox.png", "Error of log P of molecules held out", "RMSE", "plain")
     return 0
 
 

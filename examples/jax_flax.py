@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from curves import draw_errors
 from flax import nnx
 
 SIDE, PATCH, DIGITS = 4, 2, 10  # tokens of a side, pixels of a token's side
@@ -189,21 +190,6 @@ def check_gradients(images: np.ndarray, digits: np.ndarray) -> None:
     print("The gradients are those of flax's attention.")
 
 
-def draw(errors: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
-    for name, run in errors.items():
-        axes.plot(range(1, len(run) + 1), [100 * x for x in run], "--" if name == "flax" else "-", label=name)
-    axes.set(title="Wrong digits of images held out", xlabel="epoch", ylabel="% of images", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a vision transformer of flax's modules on digits.")
     parser.add_argument("--images", type=int, default=1797)
@@ -213,9 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
     images, digits = load_digits(options.images)
     check_gradients(images, digits)
     errors = {run: train(run, images, digits, options.epochs) for run in RUNS}
-    options.out.mkdir(parents=True, exist_ok=True)
-    draw(errors, options.out / "jax_flax.png")
-    print(f"wrote {options.out / 'jax_flax.png'}")
+    percent = {run: [100 * x for x in of] for run, of in errors.items()}
+    draw_errors(percent, options.out / "jax_flax.png", "Wrong digits of images held out", "% of images", "flax")
     return 0
 
 

@@ -23,6 +23,7 @@ import fusegrad.jax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from curves import draw_errors
 from graph.data import BONDS, DISTANCES, Molecule, load_molecules
 
 NO_PAIR = -100
@@ -171,21 +172,6 @@ def check_gradients(molecules: list[Molecule], n: int) -> None:
     print("The gradients are those of plain attention.")
 
 
-def draw(errors: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4.2), layout="constrained")
-    for name, run in errors.items():
-        axes.plot(range(1, len(run) + 1), [100 * x for x in run], "--" if name == "plain" else "-", label=name)
-    axes.set(title="Wrong distances of molecules held out", xlabel="epoch", ylabel="% of pairs", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a pair-biased transformer in JAX on molecules.")
     parser.add_argument("--molecules", type=int, default=1000)
@@ -202,9 +188,9 @@ def main(arguments: list[str] | None = None) -> int:
     shuffled, count = [molecules[i] for i in order], len(molecules) // 5
     check_gradients(shuffled, options.atoms)
     errors = {name: train(name, shuffled[count:], shuffled[:count], options.epochs, options.atoms) for name in RUNS}
-    options.out.mkdir(parents=True, exist_ok=True)
-    draw(errors, options.out / "jax_molecules.png")
-    print(f"wrote {options.out / 'jax_molecules.png'}")
+    percent = {run: [100 * x for x in of] for run, of in errors.items()}
+    title = "Wrong distances of molecules held out"
+    draw_errors(percent, options.out / "jax_molecules.png", title, "% of pairs", "plain")
     return 0
 
 

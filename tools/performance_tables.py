@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from charts import CLASSES, PEERS_OF_ATTENTION, results, teraflops
+from charts import CLASSES, PEERS_OF_ATTENTION, is_run, results, teraflops
 
 Document = dict[str, Any]
 
@@ -106,18 +106,13 @@ LINEAR = (
 )
 
 
-def _is(found: str, name: str) -> bool:
-    """Lean runs have their memory in their name."""
-    return found == name or (name == "fusegrad lean" and found.startswith(name))
-
-
 def linear_cross_entropy(document: Document) -> str:
     cases = [case for case in document["cases"] if case["sizes"]["N"] >= 4096]
     rows = []
     for name in LINEAR:
         cells = []
         for case in cases:
-            found = [one for one in case["results"] if "ms" in one and _is(one["name"], name)]
+            found = [one for one in case["results"] if "ms" in one and is_run(one["name"], name)]
             cells.append(cell(min(found, key=lambda one: one["ms"], default=None)))
         rows.append([bold(name), *cells])
     sizes = ["N {N} H {H} V {V}".format(**case["sizes"]) for case in cases]
