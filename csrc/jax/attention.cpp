@@ -14,21 +14,7 @@
 #include "jit/compile.h"
 #endif
 
-namespace fusegrad::jax {
-
-// FlexAttributes as XLA decodes them.
-struct FlexCustomCall {
-  std::string_view score_mod, mask_mod;
-  double scale, dropout_p;
-  bool bshd;
-  int64_t lists, block_q, block_kv;
-  bool max_scores, low, deterministic, grad_out, grad_lse;
-  xla::ffi::Span<const int64_t> wanted, scalars;
-};
-
-}  // namespace fusegrad::jax
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::FlexCustomCall, FUSEGRAD_TEXT(score_mod), FUSEGRAD_TEXT(mask_mod),
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::FlexAttributes, FUSEGRAD_TEXT(score_mod), FUSEGRAD_TEXT(mask_mod),
                                       FUSEGRAD_REAL(scale), FUSEGRAD_REAL(dropout_p), FUSEGRAD_BOOL(bshd),
                                       FUSEGRAD_INT(lists), FUSEGRAD_INT(block_q), FUSEGRAD_INT(block_kv),
                                       FUSEGRAD_BOOL(max_scores), FUSEGRAD_BOOL(low), FUSEGRAD_BOOL(deterministic),
@@ -37,24 +23,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::FlexCustomCall, FUSEGRAD_TE
 
 namespace fusegrad::jax {
 namespace {
-
-FlexAttributes attributes_of(const FlexCustomCall& c) {
-  return {c.score_mod,
-          c.mask_mod,
-          c.scale,
-          c.dropout_p,
-          c.bshd,
-          c.lists,
-          c.block_q,
-          c.block_kv,
-          c.max_scores,
-          c.low,
-          c.deterministic,
-          c.grad_out,
-          c.grad_lse,
-          {c.wanted.begin(), c.wanted.size()},
-          {c.scalars.begin(), c.scalars.size()}};
-}
 
 score_mod::DType element_type(ffi::DataType type) {
   switch (type) {
@@ -102,11 +70,11 @@ void run_on_cpu(const cpu::Host& host, const Call& call) {
 }
 
 template <class CallOf>
-void run_flex(const Device& device, const FlexCustomCall& given, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+void run_flex(const Device& device, const FlexAttributes& attributes, ffi::RemainingArgs args,
+              ffi::RemainingRets rets) {
   std::vector<FlexArray> arguments, results;
   for (size_t i = 0; i < args.size(); ++i) arguments.push_back(array_of(*args.get<Array>(i)));
   for (size_t i = 0; i < rets.size(); ++i) results.push_back(array_of(**rets.get<Array>(i)));
-  const FlexAttributes attributes = attributes_of(given);
   FlexArrays of_arguments(arguments), of_results(results);
   const CallOf made(attributes, of_arguments, of_results, device.cpu);
   if (device.cpu) return run_on_cpu(*static_cast<const cpu::Host*>(device.stream), made.call);
@@ -121,13 +89,13 @@ void run_flex(const Device& device, const FlexCustomCall& given, ffi::RemainingA
 #endif
 }
 
-void flex_forward(const Device& device, const FlexCustomCall& call, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+void flex_forward(const Device& device, const FlexAttributes& call, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   run_flex<FlexForwardOf>(device, call, args, rets);
 }
-void flex_backward(const Device& device, const FlexCustomCall& call, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+void flex_backward(const Device& device, const FlexAttributes& call, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   run_flex<FlexBackwardOf>(device, call, args, rets);
 }
-void flex_tangents(const Device& device, const FlexCustomCall& call, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+void flex_tangents(const Device& device, const FlexAttributes& call, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   run_flex<FlexTangentsOf>(device, call, args, rets);
 }
 

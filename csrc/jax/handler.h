@@ -7,6 +7,8 @@
 #include <functional>
 #include <initializer_list>
 #include <new>
+#include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -19,9 +21,19 @@
 
 #define FUSEGRAD_TEXT(name) xla::ffi::StructMember<std::string_view>(#name)
 #define FUSEGRAD_INT(name) xla::ffi::StructMember<int64_t>(#name)
-#define FUSEGRAD_INTS(name) xla::ffi::StructMember<xla::ffi::Span<const int64_t>>(#name)
+#define FUSEGRAD_INTS(name) xla::ffi::StructMember<std::span<const int64_t>>(#name)
 #define FUSEGRAD_REAL(name) xla::ffi::StructMember<double>(#name)
 #define FUSEGRAD_BOOL(name) xla::ffi::StructMember<bool>(#name)
+
+// XLA decodes its own Span alone.
+template <>
+struct xla::ffi::AttrDecoding<std::span<const int64_t>> {
+  using Type = std::span<const int64_t>;
+  static std::optional<Type> Decode(XLA_FFI_AttrType type, void* attribute, DiagnosticEngine& diagnostic) {
+    const auto span = AttrDecoding<Span<const int64_t>>::Decode(type, attribute, diagnostic);
+    return span ? std::optional<Type>({span->begin(), span->size()}) : std::nullopt;
+  }
+};
 
 namespace fusegrad::jax {
 
