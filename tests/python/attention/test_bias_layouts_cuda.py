@@ -36,7 +36,8 @@ LAYOUTS: dict[str, Callable[[int, int, int, int], tuple[tuple[int, ...], Callabl
         "dtype": [torch.bfloat16, torch.float16, torch.float32],
         "sizes": [(3, 4, 130, 203), (2, 9, 70, 136), (2, 40, 200, 129), (9, 3, 60, 61)],
         "name": [*LAYOUTS],
-    }
+    },
+    tests=8,
 )
 def test_layouts(name: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, masked: bool) -> None:
     b, h, m, n = sizes

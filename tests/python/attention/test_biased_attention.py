@@ -30,7 +30,7 @@ def test_biases(name: str, device: str, dtype: torch.dtype) -> None:
     )
 
 
-@pairs_of({"device, dtype": [*DEVICE_DTYPES], "empty_rows": ["zero", "mean"], "name": [*TABLE]})
+@pairs_of({"device, dtype": [*DEVICE_DTYPES], "empty_rows": ["zero", "mean"], "name": [*TABLE]}, tests=6)
 def test_masks_with_empty_rows(name: str, empty_rows: str, device: str, dtype: torch.dtype) -> None:
     leaves, sizes = problem(name, device, dtype)
     for shape in {(*sizes[:-3], 1, 1, sizes[-1]), sizes[-2:], sizes}:

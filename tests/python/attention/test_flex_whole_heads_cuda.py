@@ -81,7 +81,9 @@ def documents(b, h, q, kv):
 MASKS = {"all": None, "causal": causal, "window": window, "late": late, "documents": documents}
 
 
-@pairs_of({"d": [24, 64, 80, 128], "m, n": [(512, 512), (700, 530), (330, 1000), (390, 120)], "name": [*MASKS]})
+@pairs_of(
+    {"d": [24, 64, 80, 128], "m, n": [(512, 512), (700, 530), (330, 1000), (390, 120)], "name": [*MASKS]}, tests=8
+)
 def test_masks(whole: bool, name: str, m: int, n: int, d: int) -> None:
     mask_mod = MASKS[name]
     mask = None if mask_mod is None else create_block_mask(mask_mod, 2, 2, m, n, device=DEVICE)

@@ -59,7 +59,7 @@ def formula(mod: Callable, mask: Callable | None, query: Tensor, key: Tensor, va
     return score.softmax(-1) @ value
 
 
-@pairs_of({"dtype": [torch.float64, torch.float32], "mask": MASKS, "mod": MODS})
+@pairs_of({"dtype": [torch.float64, torch.float32], "mask": MASKS, "mod": MODS}, tests=3)
 def test_values_and_gradients(mod: Callable, mask: Callable | None, dtype: torch.dtype, threads: int) -> None:
     leaves, index = made(dtype)
     blocks = None if mask is None else fusegrad.create_block_mask(mask, B, H, S, S, device="cpu")

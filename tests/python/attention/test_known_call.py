@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import sys
 import threading
 import weakref
@@ -18,6 +19,7 @@ import fusegrad
 import numpy as np
 import pytest
 import torch
+from coverings import rows_of
 from fusegrad._tracing import cache
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -230,8 +232,9 @@ def fresh() -> Iterator[None]:
     cache.clear()
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@rows_of("change", [*CHANGES], tests=4)
 def test_surroundings(change: str) -> None:
+    cache.clear()
     inputs, s = qkv(), Surroundings()
     for _ in range(2):
         fusegrad.flex_attention(*inputs, s.used)
@@ -383,8 +386,9 @@ OPTION_CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, option, which", OPTION_CASES)
+@rows_of("name, option, which", OPTION_CASES, tests=8)
 def test_options(name: str, option: str, which: int) -> None:
+    cache.clear()
     arguments = loss_arguments(name)
     getattr(fusegrad, name)(*arguments)
     value = OPTIONS[name][option][which]
@@ -418,9 +422,9 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", ARGUMENTS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@rows_of("name, change", [*itertools.product(FUNCTIONS, ARGUMENTS)], tests=4)
 def test_tensors(name: str, change: str) -> None:
+    cache.clear()
     plain = loss_arguments(name)
     getattr(fusegrad, name)(*plain)
     for i in range(len(plain)):
@@ -529,9 +533,9 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@rows_of("name, context", [*itertools.product(FUNCTIONS, CONTEXTS)], tests=4)
 def test_contexts(name: str, context: str) -> None:
+    cache.clear()
     enter, straight = CONTEXTS[context]
     arguments, module = loss_arguments(name), Bias()
     if name == "flex_attention" and context != "no functions":  # without which nothing can be traced

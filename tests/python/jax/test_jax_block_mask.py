@@ -54,9 +54,9 @@ def mask_of(case: Case) -> Any:
     return mods(*params)[1]
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if mask_of(c) is not None], ids=lambda case: case.name)
 @pytest.mark.parametrize("block", [4, (8, 16)], ids=str)
 @pytest.mark.parametrize("traced", [False, True])
+@rows_of("case", [c for c in CASES if mask_of(c) is not None], tests=2)
 def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By bounds, and by all pairs as where what they capture is traced."""
     mask_mod = mask_of(case)

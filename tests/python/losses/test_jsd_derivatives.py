@@ -106,7 +106,9 @@ SIZES = [(5, 7), (3, 1000), (2, 9001)]
 everywhere = rows_of("device, dtype", DEVICE_DTYPES)
 
 
-@pairs_of({"device, dtype": DEVICE_DTYPES, "sizes": [*SIZES], "case": CASES, "sides": ["both", "student", "teacher"]})
+@pairs_of(
+    {"device, dtype": DEVICE_DTYPES, "sizes": [*SIZES], "case": CASES, "sides": ["both", "student", "teacher"]}, tests=6
+)
 def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: torch.dtype, sides: str) -> None:
     """Values, gradients, tangents of both; a column cut off keeps rows from starting at units of 16 bytes."""
     if sides != "both" and sizes[1] != 1000:

@@ -89,7 +89,7 @@ SIZES = [(5, 7), (3, 1000), (2, 9001)]
 everywhere = rows_of("device, dtype", DEVICE_DTYPES)
 
 
-@pairs_of({"device, dtype": DEVICE_DTYPES, "sizes": [*SIZES], "case": CASES})
+@pairs_of({"device, dtype": DEVICE_DTYPES, "sizes": [*SIZES], "case": CASES}, tests=4)
 def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: torch.dtype) -> None:
     """Values, gradient, tangents of both; a column cut off keeps rows from starting at units of 16 bytes."""
     torch.manual_seed(1)

@@ -50,7 +50,7 @@ def _text(value: Any) -> str:
     return (name if isinstance(name, str) else str(value)).removeprefix("torch.")[:60]
 
 
-def _parametrize(axes: dict[str, Iterable[Any]], rows: Iterable[Row], values: list[list[Any]]) -> pytest.MarkDecorator:
+def _cases(axes: dict[str, Iterable[Any]], rows: Iterable[Row], values: list[list[Any]], tests: int | None) -> Any:
     texts = [list(axis) if isinstance(axis, Mapping) else None for axis in axes.values()]
     cases = []
     for row in rows:
@@ -60,25 +60,28 @@ def _parametrize(axes: dict[str, Iterable[Any]], rows: Iterable[Row], values: li
             value, text = values[axis][place], texts[axis]
             given += value if "," in names else [value]
             shown.append(text[place] if text else _text(tuple(value) if "," in names else value))
-        cases.append(pytest.param(*given, id="-".join(shown)))
-    return pytest.mark.parametrize([name.strip() for names in axes for name in names.split(",")], cases)
+        cases.append((given, "-".join(shown)))
+    asked = [name.strip() for names in axes for name in names.split(",")]
+    if tests is None:
+        return pytest.mark.parametrize(asked, [pytest.param(*given, id=text) for given, text in cases])
+    return _rows(asked, [given for given, _ in cases], [text for _, text in cases], tests)
 
 
 def _values(axes: dict[str, Iterable[Any]]) -> list[list[Any]]:
     return [list(axis.values() if isinstance(axis, Mapping) else axis) for axis in axes.values()]
 
 
-def pairs_of(axes: dict[str, Iterable[Any]]) -> pytest.MarkDecorator:
+def pairs_of(axes: dict[str, Iterable[Any]], *, tests: int | None = None) -> Any:
     """``pytest.mark.parametrize`` of {"names": values}, in whose cases every two values of two axes meet. A mapping's
-    keys name its values."""
+    keys name its values. With ``tests`` the cases are rows of so many tests, see :func:`rows_of`."""
     values = _values(axes)
-    return _parametrize(axes, covering([len(axis) for axis in values]), values)
+    return _cases(axes, covering([len(axis) for axis in values]), values, tests)
 
 
-def each_of(axes: dict[str, Iterable[Any]]) -> pytest.MarkDecorator:
+def each_of(axes: dict[str, Iterable[Any]], *, tests: int | None = None) -> Any:
     """The same with as many cases as the longest axis has values: for axes that have little to do with one another."""
     values = _values(axes)
-    return _parametrize(axes, turns([len(axis) for axis in values]), values)
+    return _cases(axes, turns([len(axis) for axis in values]), values, tests)
 
 
 def rows_of(
@@ -88,8 +91,14 @@ def rows_of(
     rows = list(values.values() if isinstance(values, Mapping) else values)
     texts = list(map(str, values)) if isinstance(values, Mapping) else [_text(row) for row in rows]
     asked = [name.strip() for name in names.split(",")]
-    assert tests <= len(rows), f"{tests} tests of {len(rows)} rows"
     assert not any(isinstance(row, type(pytest.param())) for row in rows), "rows are values, not pytest.param"
+    return _rows(asked, [row if len(asked) > 1 else [row] for row in rows], texts, tests)
+
+
+def _rows(
+    asked: list[str], rows: list[Sequence[Any]], texts: list[str], tests: int
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    assert tests <= len(rows), f"{tests} tests of {len(rows)} rows"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
@@ -99,7 +108,7 @@ def rows_of(
             if "subtests" in signature.parameters:
                 given["subtests"] = subtests
             for row, text in list(zip(rows, texts, strict=True))[part::tests]:
-                row_given = dict(zip(asked, row if len(asked) > 1 else [row], strict=True))
+                row_given = dict(zip(asked, row, strict=True))
                 if torch := sys.modules.get("torch"):  # as a test begins
                     torch.manual_seed(0)
                     torch._dynamo.reset()
