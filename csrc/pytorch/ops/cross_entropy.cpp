@@ -56,8 +56,7 @@ CheckedCall prepare(const CrossEntropyCall& call, const Shards& shards, bool inp
   made.logits = input.dim() == 2   ? input
                 : input.dim() == 1 ? input.unsqueeze(0)
                                    : as_rows(input.movedim(class_dim, -1));
-  if (transformed && (shards || call.options.support()))
-    refuse_transforms(shards ? "cross_entropy with vocab_parallel" : "cross_entropy with a support", tensors);
+  if (transformed && call.options.support()) refuse_transforms("cross_entropy with a support", tensors);
   if (call.options.support()) made.support = make_support(kOp, call, made.rows);
   return made;
 }

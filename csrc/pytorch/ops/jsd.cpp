@@ -29,7 +29,6 @@ struct CheckedJsdCall {
 CheckedJsdCall prepare(const JsdCall& call, const Shards& shards, bool inplace) {
   const auto tensors = tensors_of(call);
   const auto &student = call.student, &teacher = call.teacher;
-  if (shards && is_transformed(tensors)) refuse_transforms("jsd with vocab_parallel", tensors);
   check_floating(kOp, "student", student);
   FUSEGRAD_CHECK_VALUE(student.dim() >= 1, kOp, "student must have shape [..., V], but got a 0-d tensor");
   auto settings = make_settings(kOp, call);

@@ -84,7 +84,6 @@ CheckedLinearCall prepare(const LinearCrossEntropyCall& call, const Shards& shar
   const bool transformed = is_transformed(tensors);
   const auto &input = call.input, &linear_weight = call.linear_weight, &target = call.target;
   const auto& o = call.options;
-  if (transformed && shards) refuse_transforms("linear_cross_entropy with vocab_parallel", tensors);
   if (transformed && o.support()) refuse_transforms("linear_cross_entropy with a support", tensors);
   if (transformed && (o.grad_weight_into() || o.batch_invariant()))
     refuse_transforms("linear_cross_entropy with grad_weight_into or batch_invariant", tensors);

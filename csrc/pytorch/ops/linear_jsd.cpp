@@ -106,7 +106,6 @@ CheckedLinearJsdCall prepare(const LinearJsdCall& call, const Shards& shards, bo
   const auto tensors = tensors_of(call);
   const auto& student_input = call.student_input;
   const auto& o = call.options;
-  if (shards && is_transformed(tensors)) refuse_transforms("linear_jsd with vocab_parallel", tensors);
   FUSEGRAD_CHECK_VALUE(!shards || !o.vocab_size(), kOp,
                        "vocab_size must be None with vocab_parallel, whose parts are the rows that count, but got ",
                        o.vocab_size().value_or(0));
