@@ -3,34 +3,37 @@
 #include <torch/library.h>
 
 #include "pytorch/autograd/row_nodes.h"
-#include "pytorch/rows/collectives.h"
 
 namespace fusegrad {
 namespace row_ops {
 
-template <>
-struct RowOp<ShardsSum> {
+/// Of an op of one tensor that is linear in it.
+template <class Call, class Transpose>
+struct LinearOp {
   static constexpr const char* kName = "a sharded vocabulary";
-  static constexpr const char* kNode = "ShardsSumBackward";
   static constexpr size_t kConstants = 0;
-  static Tensor run(const ShardsSum& call) { return sum_of_parts(call.values, call.shards); }
-  static variable_list differentiable(const ShardsSum& call) { return {call.values}; }
-  static variable_list gradients(const ShardsSum& call, const variable_list&, const variable_list& upstream,
+  static variable_list differentiable(const Call& call) { return {call.values}; }
+  static variable_list gradients(const Call& call, const variable_list&, const variable_list& upstream,
                                  const std::vector<bool>& /*wanted*/) {
-    return {for_own_part(upstream[0], call.shards)};
+    return {RowOp<Transpose>::run({upstream[0], call.shards})};
   }
 };
 
 template <>
-struct RowOp<ShardsUse> {
-  static constexpr const char* kName = "a sharded vocabulary";
+struct RowOp<ShardsSum> : LinearOp<ShardsSum, ShardsUse> {
+  static constexpr const char* kNode = "ShardsSumBackward";
+  static Tensor run(const ShardsSum& call) {
+    static const Op<ShardsSum, Tensor> op("fusegrad::shards_sum");
+    return op(call);
+  }
+};
+
+template <>
+struct RowOp<ShardsUse> : LinearOp<ShardsUse, ShardsSum> {
   static constexpr const char* kNode = "ShardsUseBackward";
-  static constexpr size_t kConstants = 0;
-  static Tensor run(const ShardsUse& call) { return for_own_part(call.values, call.shards); }
-  static variable_list differentiable(const ShardsUse& call) { return {call.values}; }
-  static variable_list gradients(const ShardsUse& call, const variable_list&, const variable_list& upstream,
-                                 const std::vector<bool>& /*wanted*/) {
-    return {sum_of_parts(upstream[0], call.shards)};
+  static Tensor run(const ShardsUse& call) {
+    static const Op<ShardsUse, Tensor> op("fusegrad::shards_use");
+    return op(call);
   }
 };
 
