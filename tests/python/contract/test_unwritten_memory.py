@@ -223,7 +223,7 @@ def shards(device: str, dtype: torch.dtype) -> set[str]:
         seen |= check(lambda x: fusegrad.jsd(x, y, **how), x, what="sharded jsd", orders=orders)
         seen |= check(lambda h, w: fusegrad.linear_jsd(h, w, ty, tw, **how), h, w, what="sharded", orders=orders)
     for op in (torch.ops.fusegrad.shards_sum, torch.ops.fusegrad.shards_use):  # what second derivatives take of parts
-        seen |= check(lambda x, op=op: op(x, "", 0, [0, V]), x, what=f"{op}")
+        seen |= check(lambda x, op=op: op(x, "", 0, [0, V]).square(), x, what=f"{op}")
     return seen
 
 
