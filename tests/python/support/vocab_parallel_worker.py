@@ -603,6 +603,12 @@ def derivatives(shards: VocabParallel) -> None:
         log_probs,
         columns * 2,
     )
+    upstream = torch.randn(3, ROWS, dtype=dtype)
+    found, expected = (
+        torch.autograd.grad(fusegrad.cross_entropy(z, index, reduction="none", **o), z, upstream, is_grads_batched=True)
+        for z, o in ((leaf(logits[:, cut]), here), (leaf(logits), {}))
+    )
+    assert_close(found[0], expected[0][..., cut], "batched gradients")
     batch = torch.randn(2, ROWS, shards.size, dtype=dtype)
     assert_raises(
         NotImplementedError,
