@@ -151,6 +151,8 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<Sharded<JsdCall>>(m, "jsd_sharded", loss_returns);
   define_pair<Sharded<LinearJsdCall>>(m, "linear_jsd_sharded", loss_returns);
   define<ShardsAgree>(m, "shards_agree", "Tensor different");
+  define<ShardsSum>(m, "shards_sum", "Tensor");
+  define<ShardsUse>(m, "shards_use", "Tensor");
   // For autograd Functions in Python: pytorch/autograd/inplace.h.
   define(m, "refuse_double_backward(str op, Tensor gradient, Tensor[] inputs) -> Tensor");
 

@@ -15,6 +15,8 @@ struct Targets {
   const Tensor& target;
   const OptionalTensor &weight, &token_weight;
   const RowOptions& options;
+  const Shards& shards;
+  const OptionalTensor& different;
 };
 
 // Per-row values, [N] acc each: `loss` and `z_loss` make up the loss, both times the token weight. `z_term` is without.
@@ -82,6 +84,66 @@ Rows rows_by_kernels(const Tensor& logits, const Targets& t) {
   return rows;
 }
 
+// Of this process's part of the columns: sums over them are summed up over the processes. Each is one of distances from
+// the row's largest value, which is exact for large offsets.
+Rows rows_of_part(const Tensor& logits, const Targets& t) {
+  const auto& o = t.options;
+  const auto& shards = t.shards;
+  const auto acc = acc_type(logits.scalar_type());
+  const auto vocab = static_cast<double>(shards.vocab());
+  Rows rows;
+  auto x = logits.to(acc);
+  std::optional<Labels> labels;
+  if (!t.target.is_floating_point()) {
+    labels.emplace(t.target, o.ignore_index, shards.vocab());
+    rows.valid = labels->valid;
+    if ((o.aux & kAuxLse) == 0) x = labels->without_ignored(x);
+  }
+  const auto z = with_softcap(x, o.softcap), largest = largest_of_rows(z, shards), away = z - largest;
+  const auto finite = away.masked_fill(away.eq(-kInfinity), 0), e = away.exp();
+  const OptionalTensor weight =
+      t.weight ? OptionalTensor(t.weight->narrow(0, shards.start(), shards.size())) : std::nullopt;
+  // [size] or [N, size]: what each column's cost is times, but for the target's.
+  Tensor coefficients;
+  if (!labels) coefficients = t.target.to(acc) * (1 - o.label_smoothing) + o.label_smoothing / vocab;
+  if (labels && o.label_smoothing > 0) coefficients = at::full_like(away.detach(), o.label_smoothing / vocab);
+  if (coefficients.defined() && weight) coefficients = coefficients * *weight;
+  std::vector<Tensor> own{e.sum(1), (e * finite).sum(1)};
+  if (labels) own.push_back(own_column(away, labels->index, shards));
+  if (coefficients.defined()) {
+    own.push_back(coefficients.sum(1));
+    own.push_back((coefficients * away.masked_fill(coefficients.detach().eq(0), 0)).sum(1));
+  }
+  const auto sums = sum_of_parts(at::stack(own), shards).unbind(0);
+  const auto log_sum = sums[0].log();
+  rows.lse = largest.squeeze(1) + log_sum;
+  rows.loss = at::zeros_like(log_sum.detach());
+  auto count = at::ones_like(rows.loss);
+  if (labels) {
+    rows.log_prob = labels->of_rows(sums[2] - log_sum);
+    if (t.weight) count = t.weight->gather(0, labels->index);
+    rows.loss = rows.log_prob * (o.label_smoothing - 1) * count;
+  }
+  if (coefficients.defined()) rows.loss = rows.loss + sums[sums.size() - 2] * log_sum - sums.back();
+  const auto where_kept = [&](const Tensor& value) {
+    return labels ? value.masked_fill(rows.valid.logical_not(), 0) : value;
+  };
+  rows.loss = where_kept(unless_different(rows.loss, t.different));
+  rows.divisor = where_kept(count);
+  rows.kept = labels ? rows.valid.to(acc) : count;
+  rows.z_term = where_kept(rows.lse * rows.lse * o.z_loss);
+  rows.entropy = where_kept(log_sum - sums[1] / sums[0]);
+  if ((o.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0) {
+    const auto values = z._fw_primal(/*level=*/0).detach();
+    auto best = at::full_like(rows.loss, -kInfinity), column = at::zeros_like(rows.loss);
+    if (shards.size() != 0) std::tie(best, column) = values.max(1);
+    const auto all = gather_parts(at::stack({best.to(at::kDouble), column.to(at::kDouble)}), shards);
+    rows.predicted = first_largest(all.select(1, 0), all.select(1, 1), shards);
+    if (labels) rows.predicted = rows.predicted.masked_fill(rows.valid.logical_not(), -1);
+  }
+  return rows;
+}
+
 Rows rows_of(const Tensor& logits, const Targets& t) {
   const auto& o = t.options;
   const auto weighted = [&](Rows rows) {
@@ -92,6 +154,7 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     }
     return rows;
   };
+  if (t.shards) return weighted(rows_of_part(logits, t));
   if (kernels_have(logits, t)) return weighted(rows_by_kernels(logits, t));
   const auto acc = acc_type(logits.scalar_type());
   Rows rows;
@@ -203,10 +266,13 @@ std::vector<Tensor> gradients_of(const Rows& rows, const Targets& t, const Backw
 
 template <class Call>
 Tensor logits_of(const Call& call) {
-  auto logits = linear_logits(call.input, call.linear_weight, call.linear_bias);
+  const auto input = call.shards ? for_own_part(call.input, call.shards) : call.input;
+  auto logits = linear_logits(input, call.linear_weight, call.linear_bias);
   if (call.linear.logit_scale != 1.0 || call.row_scale)
     logits = logits.to(acc_type(logits.scalar_type())) * call.linear.logit_scale;
-  return call.row_scale ? logits * call.row_scale->unsqueeze(1) : logits;
+  if (!call.row_scale) return logits;
+  const auto scale = call.shards ? for_own_part(*call.row_scale, call.shards) : *call.row_scale;
+  return logits * scale.unsqueeze(1);
 }
 
 // The rows' values that these options make, in the order of the op's.
@@ -227,7 +293,7 @@ void each_value(Rows& rows, const Targets& t, Visit&& visit) {
 using LinearRows = std::tuple<Tensor, Tensor>;
 
 LinearRows linear_cross_entropy_rows(const LinearCrossEntropyForward& call) {
-  const Targets t{call.target, call.weight, call.token_weight, call.options};
+  const Targets t{call.target, call.weight, call.token_weight, call.options, call.shards, call.different};
   auto rows = rows_of(logits_of(call), t);
   std::vector<Tensor> values;
   each_value(rows, t, [&](const Tensor& value) { values.push_back(value); });
@@ -239,12 +305,14 @@ LinearRows linear_cross_entropy_rows(const LinearCrossEntropyForward& call) {
 
 Rows linear_rows(const LinearCrossEntropyForward& call) {
   static const Op<LinearCrossEntropyForward, LinearRows> chunks("fusegrad::linear_cross_entropy_row_chunks");
-  const auto [values, predicted] =
-      in_chunks(chunks, &linear_cross_entropy_rows, call, {&call.input, &call.linear_weight, &call.target});
+  // Chunks of a part would have collectives of their own.
+  const auto [values, predicted] = call.shards ? linear_cross_entropy_rows(call)
+                                               : in_chunks(chunks, &linear_cross_entropy_rows, call,
+                                                           {&call.input, &call.linear_weight, &call.target});
   const auto each = values.unbind(0);
   Rows rows;
   auto next = each.begin();
-  each_value(rows, {call.target, call.weight, call.token_weight, call.options},
+  each_value(rows, {call.target, call.weight, call.token_weight, call.options, call.shards, call.different},
              [&](Tensor& value) { value = *next++; });
   if ((call.options.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0) rows.predicted = predicted.to(at::kLong);
   return rows;
@@ -271,21 +339,25 @@ void check_targets(const char* op, const Tensor& target, const c10::SymInt& voca
 }  // namespace
 
 RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
-  check_targets(op, call.target, call.logits.sym_size(1), call.options.ignore_index);
-  const Targets t{call.target, call.weight, call.token_weight, call.options};
+  const auto vocab = call.shards ? c10::SymInt(call.shards.vocab()) : call.logits.sym_size(1);
+  check_targets(op, call.target, vocab, call.options.ignore_index);
+  const Targets t{call.target, call.weight, call.token_weight, call.options, call.shards, call.different};
   return reduced(rows_of(call.logits, t), t, call.normalizer);
 }
 
 RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call) {
-  check_targets(op, call.target, call.linear_weight.sym_size(0), call.options.ignore_index);
-  return reduced(linear_rows(call), {call.target, call.weight, call.token_weight, call.options}, call.normalizer);
+  const auto vocab = call.shards ? c10::SymInt(call.shards.vocab()) : call.linear_weight.sym_size(0);
+  check_targets(op, call.target, vocab, call.options.ignore_index);
+  return reduced(linear_rows(call),
+                 {call.target, call.weight, call.token_weight, call.options, call.shards, call.different},
+                 call.normalizer);
 }
 
 std::array<Tensor, 2> cross_entropy_gradients(CrossEntropyBackward call, std::array<bool, 2> wanted) {
   const at::AutoGradMode enabled(true);
   const auto inputs = aliases({{&call.logits, wanted[0]}, {&call.target, wanted[1]}});
   const auto options = options_of(call);
-  const Targets t{call.target, call.weight, call.token_weight, options};
+  const Targets t{call.target, call.weight, call.token_weight, options, call.shards, call.different};
   const auto found = gradients_of(rows_of(call.logits, t), t, call, inputs);
   return {found[0], found[1]};
 }
@@ -297,7 +369,7 @@ std::array<Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward 
                                input_of(call.linear_bias, wanted[2]),
                                input_of(call.row_scale, wanted[3])});
   const auto options = options_of(call);
-  const Targets t{call.target, call.weight, call.token_weight, options};
+  const Targets t{call.target, call.weight, call.token_weight, options, call.shards, call.different};
   const auto rows = linear_rows({.input = call.input,
                                  .linear_weight = call.linear_weight,
                                  .target = call.target,
@@ -307,7 +379,9 @@ std::array<Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward 
                                  .normalizer = {},
                                  .options = options,
                                  .linear = call.linear,
-                                 .row_scale = call.row_scale});
+                                 .row_scale = call.row_scale,
+                                 .shards = call.shards,
+                                 .different = call.different});
   const auto found = gradients_of(rows, t, call, inputs);
   return {found[0], found[1], found[2], found[3]};
 }

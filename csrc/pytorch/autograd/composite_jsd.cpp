@@ -16,8 +16,10 @@ struct Divergence {
   const Tensor &student, &teacher;
   const JsdRows& rows;
   const JsdSettings& settings;
+  const Shards& shards;
+  const OptionalTensor& different;
 
-  int64_t vocab() const { return student.sym_size(1).guard_int(__FILE__, __LINE__); }
+  int64_t vocab() const { return shards ? shards.vocab() : student.sym_size(1).guard_int(__FILE__, __LINE__); }
   bool top_k() const { return rows.teacher_index.has_value(); }
 };
 
@@ -69,14 +71,13 @@ Tensor logsumexp_of(const Tensor& rows, const std::optional<Labels>& labels) {
   return std::get<0>(dispatch::cross_entropy_rows(CrossEntropyRows{rows, settings})).select(0, kRowLse);
 }
 
-// Over a top-k teacher's K columns and one for all others. K is small: in float64, as the kernels have it.
-Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
-  const auto& s = call.settings;
-  const auto vocab = call.vocab();
-  const auto& index = *call.rows.teacher_index;
-  const auto padding = index.eq(-1);
-  const auto wrong = index.lt(-1).logical_or(index.ge(vocab));
-  const auto invalid = padding.logical_or(wrong);
+// A top-k teacher's K columns of the student's logits, and the logsumexp of all others.
+struct TopKLogits {
+  Tensor chosen, tail;  // [N, K] and [N, 1]
+};
+
+TopKLogits top_k_logits(const Tensor& z, const Tensor& index, const Tensor& invalid,
+                        const std::optional<Labels>& labels) {
   // Those that are no column of their own stand for one of the row's K, or for its first column, if there are none.
   const auto last = index.masked_fill(invalid, -1).amax(1, /*keepdim=*/true);
   const auto columns = at::where(invalid, last.clamp_min(0), index);
@@ -88,7 +89,37 @@ Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::opti
       counting(z.detach()).eq(counting(chosen.detach().masked_fill(invalid, -kInfinity))).logical_and(last.ge(0));
   const auto out = at::where(last.ge(0), -kInfinity, chosen).to(z.scalar_type()).masked_fill(none, 0);
   const auto tail = logsumexp_of(z.scatter(1, columns, out), labels).unsqueeze(1).masked_fill(none, -kInfinity);
-  chosen = chosen.masked_fill(invalid, -kInfinity);
+  return {chosen.masked_fill(invalid, -kInfinity), tail};
+}
+
+// The same of this process's part of the columns: all processes get the K.
+TopKLogits top_k_logits_of_part(const Tensor& given, const Tensor& index, const Tensor& invalid,
+                                const std::optional<Labels>& labels, const Shards& shards) {
+  const auto z = (labels ? labels->without_ignored(given) : given).to(at::kDouble);
+  // One more column takes what other processes have.
+  const auto size = shards.size();
+  const auto column = columns_of(index, shards, size);
+  const auto wide = at::cat({z, at::full({z.size(0), 1}, -kInfinity, z.options().requires_grad(false))}, 1);
+  const auto mine = wide.gather(1, column).masked_fill(column.eq(size), 0);
+  const auto others = wide.scatter(1, column, -kInfinity).narrow(1, 0, size);
+  const auto largest = largest_of_rows(others, shards);
+  const auto own = at::cat({mine, (others - largest).exp().sum(1, /*keepdim=*/true)}, 1);
+  const auto sums = sum_of_parts(own, shards);
+  const auto sum = sums.narrow(1, index.size(1), 1), none = sum.detach().eq(0);
+  const auto tail = (largest + sum.masked_fill(none, 1).log()).masked_fill(none, -kInfinity);
+  return {sums.narrow(1, 0, index.size(1)).masked_fill(invalid, -kInfinity), tail};
+}
+
+// Over these columns and one for all others. K is small: in float64, as the kernels have it.
+Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
+  const auto& s = call.settings;
+  const auto vocab = call.vocab();
+  const auto& index = *call.rows.teacher_index;
+  const auto padding = index.eq(-1);
+  const auto wrong = index.lt(-1).logical_or(index.ge(vocab));
+  const auto invalid = padding.logical_or(wrong);
+  const auto [chosen, tail] = call.shards ? top_k_logits_of_part(z, index, invalid, labels, call.shards)
+                                          : top_k_logits(z, index, invalid, labels);
   const auto log_q = log_softmax(at::cat({chosen.to(at::kDouble), tail.to(at::kDouble)}, 1));
 
   auto log_p = call.teacher.to(at::kDouble);
@@ -122,9 +153,32 @@ Tensor logits_in_acc(const Tensor& x, double scale, double softcap) {
 }
 Tensor by_temperature(const Tensor& z, double temperature) { return temperature == 1.0 ? z : z / temperature; }
 
+// The soft part of a dense teacher, of which this process has a part of the columns.
+Tensor soft_of_part(const Divergence& call, const std::optional<Labels>& labels) {
+  const auto& s = call.settings;
+  const auto& shards = call.shards;
+  const auto side = [&](const Tensor& x, double scale, double softcap, double temperature) {
+    const auto z = by_temperature(logits_in_acc(x, scale, softcap), temperature);
+    return labels ? labels->without_ignored(z) : z;
+  };
+  auto student = side(call.student, s.student_logit_scale, s.student_softcap, s.student_temperature);
+  auto teacher = side(call.teacher, s.teacher_logit_scale, s.teacher_softcap, s.teacher_temperature);
+  if (!s.log_probs) {
+    student = student - largest_of_rows(student, shards);
+    teacher = teacher - largest_of_rows(teacher, shards);
+    const auto own = at::stack({student.exp().sum(1), teacher.exp().sum(1)});
+    const auto log_sums = for_own_part(sum_of_parts(own, shards).log(), shards);
+    student = student - log_sums.select(0, 0).unsqueeze(1);
+    teacher = teacher - log_sums.select(0, 1).unsqueeze(1);
+  }
+  const auto soft = not_negative(sum_of_parts(divergence(student, teacher, s.beta, !s.log_probs), shards));
+  return labels ? labels->of_rows(soft) : soft;
+}
+
 Tensor soft_of(const Divergence& call, const std::optional<Labels>& labels) {
   const auto& s = call.settings;
   if (!call.top_k()) {
+    if (call.shards) return soft_of_part(call, labels);
     const auto by = LabelsOfKernels(call.student, call.rows.labels, labels, s.ignore_index);
     JsdSoft rows{call.student, call.teacher, soft_settings(call.rows, s)};
     rows.settings.labels = by.labels;
@@ -142,6 +196,13 @@ Tensor soft_of(const Divergence& call, const std::optional<Labels>& labels) {
 Tensor hard_of(const Divergence& call, const std::optional<Labels>& labels) {
   const auto& s = call.settings;
   const auto& x = call.student;
+  if (call.shards) {
+    const auto z = labels->without_ignored(logits_in_acc(x, s.student_logit_scale, s.student_softcap));
+    const auto away = z - largest_of_rows(z, call.shards);
+    const auto own = at::stack({away.exp().sum(1), own_column(away, labels->index, call.shards)});
+    const auto sums = sum_of_parts(own, call.shards);
+    return labels->of_rows(sums.select(0, 0).log() - sums.select(0, 1));
+  }
   if (!has_row_kernels(x)) {
     const auto z = labels->without_ignored(logits_in_acc(x, s.student_logit_scale, s.student_softcap));
     return labels->of_rows(logsumexp(z) - labels->column(z));
@@ -169,6 +230,7 @@ DivergenceRows rows_of(const Divergence& call) {
   if (s.soft_weight != 0.0) rows.loss = rows.loss + s.soft_weight * rows.soft;
   if (s.hard_weight != 0.0) rows.loss = rows.loss + s.hard_weight * rows.hard;
   if (call.rows.token_weight) rows.loss = rows.loss * *call.rows.token_weight;
+  rows.loss = unless_different(rows.loss, call.different);
   return rows;
 }
 
@@ -207,7 +269,10 @@ std::vector<Tensor> gradients_of(Tensor loss, const Tensor& scales, const Tensor
 }
 
 // The logits of both heads, or a top-k teacher as it is.
-std::array<Tensor, 2> logits_of(const Tensor& input, const JsdHeads& heads, const LinearJsdOptions& options) {
+std::array<Tensor, 2> logits_of(const LinearJsdForward& call) {
+  const auto& heads = call.heads;
+  const auto& options = call.linear;
+  const auto input = call.shards ? for_own_part(call.student_input, call.shards) : call.student_input;
   const auto used = [&](const Tensor& x) { return options.vocab_size ? x.narrow(0, 0, *options.vocab_size) : x; };
   const auto used_of = [&](const OptionalTensor& x) { return x ? OptionalTensor(used(*x)) : std::nullopt; };
   const auto student = linear_logits(input, used(heads.student_weight), used_of(heads.student_bias));
@@ -217,6 +282,7 @@ std::array<Tensor, 2> logits_of(const Tensor& input, const JsdHeads& heads, cons
 }
 
 int64_t vocab_of(const LinearJsdForward& call) {
+  if (call.shards) return call.shards.vocab();
   return call.linear.vocab_size.value_or(call.heads.student_weight.sym_size(0).guard_int(__FILE__, __LINE__));
 }
 
@@ -230,8 +296,8 @@ void each_value(DivergenceRows& rows, const JsdSettings& s, Visit&& visit) {
 }
 
 Tensor linear_jsd_rows(const LinearJsdForward& call) {
-  const auto [student, teacher] = logits_of(call.student_input, call.heads, call.linear);
-  auto rows = rows_of({student, teacher, call.rows, call.settings});
+  const auto [student, teacher] = logits_of(call);
+  auto rows = rows_of({student, teacher, call.rows, call.settings, call.shards, call.different});
   std::vector<Tensor> values;
   each_value(rows, call.settings, [&](const Tensor& value) { values.push_back(value); });
   return at::stack(values);
@@ -240,8 +306,11 @@ Tensor linear_jsd_rows(const LinearJsdForward& call) {
 DivergenceRows linear_rows(const LinearJsdForward& call) {
   static const Op<LinearJsdForward, Tensor> chunks("fusegrad::linear_jsd_row_chunks");
   const auto& heads = call.heads;
-  const auto each =
-      in_chunks(chunks, &linear_jsd_rows, call, {&call.student_input, &heads.student_weight, &heads.teacher}).unbind(0);
+  // Chunks of a part would have collectives of their own.
+  const auto values = call.shards ? linear_jsd_rows(call)
+                                  : in_chunks(chunks, &linear_jsd_rows, call,
+                                              {&call.student_input, &heads.student_weight, &heads.teacher});
+  const auto each = values.unbind(0);
   DivergenceRows rows;
   auto next = each.begin();
   each_value(rows, call.settings, [&](Tensor& value) { value = *next++; });
@@ -268,8 +337,10 @@ Tensor jsd_soft(const JsdSoft& call) {
 }
 
 JsdOutputs jsd(const char* op, const JsdForward& call) {
-  const Divergence divergence{call.student, call.teacher, call.rows, call.settings};
-  check_values(op, call.student, call.teacher, call.rows, call.settings, divergence.vocab());
+  const Divergence divergence{call.student, call.teacher, call.rows, call.settings, call.shards, call.different};
+  auto checked = call.settings;
+  checked.log_probs = checked.log_probs && !call.shards;  // those of a part do not sum to 1
+  check_values(op, call.student, call.teacher, call.rows, checked, divergence.vocab());
   return reduced(rows_of(divergence), call.settings, divergence.vocab(), call.rows.normalizer);
 }
 
@@ -282,8 +353,9 @@ JsdOutputs linear_jsd(const char* op, const LinearJsdForward& call) {
 std::array<Tensor, 2> jsd_gradients(JsdBackward call, std::array<bool, 2> wanted) {
   const at::AutoGradMode enabled(true);
   const auto inputs = aliases({{&call.student, wanted[0]}, {&call.teacher, wanted[1]}});
-  const auto found = gradients_of(rows_of({call.student, call.teacher, call.rows, call.settings}).loss, call.scales,
-                                  call.grad_loss, inputs);
+  const auto found =
+      gradients_of(rows_of({call.student, call.teacher, call.rows, call.settings, call.shards, call.different}).loss,
+                   call.scales, call.grad_loss, inputs);
   return {found[0], found[1]};
 }
 
@@ -296,7 +368,9 @@ LinearGradients linear_jsd_gradients(LinearJsdBackward call) {
                                  .heads = call.heads,
                                  .rows = call.rows,
                                  .settings = call.settings,
-                                 .linear = call.linear});
+                                 .linear = call.linear,
+                                 .shards = call.shards,
+                                 .different = call.different});
   const auto found = gradients_of(rows.loss, call.scales, call.grad_loss, inputs);
   return {found[0], found[1], found[2]};
 }

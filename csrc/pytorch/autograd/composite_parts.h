@@ -12,6 +12,7 @@
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/autograd/transforms.h"
 #include "pytorch/ops/check.h"
+#include "pytorch/rows/collectives.h"
 
 namespace fusegrad::composite {
 
@@ -49,6 +50,26 @@ inline at::Tensor logsumexp(const at::Tensor& x, bool keepdim = false) {
   const Exponentials e(x);
   const auto lse = e.largest + e.sum.log();
   return keepdim ? lse : lse.squeeze(1);
+}
+
+/// [N, 1]: the largest value of a row over all processes' parts, a constant, finite.
+inline at::Tensor largest_of_rows(const at::Tensor& part, const Shards& shards) {
+  const auto values = part._fw_primal(/*level=*/0).detach();
+  const auto mine = shards.size() == 0 ? at::full({values.size(0)}, -kInfinity, values.options()) : values.amax(1);
+  const auto largest = gather_parts(mine, shards).amax(0);
+  return largest.masked_fill(largest.abs().eq(kInfinity), 0).unsqueeze(1);
+}
+
+/// [N]: of each row the value at a column of the whole vocabulary, 0 where that is in another process's part.
+inline at::Tensor own_column(const at::Tensor& rows, const at::Tensor& index, const Shards& shards) {
+  if (shards.size() == 0) return rows.sum(1);
+  const auto column = columns_of(index, shards, -1);
+  return rows.gather(1, column.clamp_min(0).unsqueeze(1)).squeeze(1).masked_fill(column.lt(0), 0);
+}
+
+/// A row's loss, NaN with its gradients where the processes were given what differs.
+inline at::Tensor unless_different(const at::Tensor& loss, const OptionalTensor& different) {
+  return different ? loss * at::ones_like(loss.detach()).masked_fill(*different, kNaN) : loss;
 }
 
 /// Products in the input's dtype, to which the head is rounded.

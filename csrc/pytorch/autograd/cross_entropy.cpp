@@ -29,7 +29,8 @@ struct CrossEntropy : NamedFunction<CrossEntropy, "cross_entropy"> {
                                              .token_weight = call.token_weight,
                                              .options = call.options,
                                              .grad_stats = {},
-                                             .shards = call.shards});
+                                             .shards = call.shards,
+                                             .different = call.different});
     return visible(out, call.options);
   }
 
@@ -37,7 +38,7 @@ struct CrossEntropy : NamedFunction<CrossEntropy, "cross_entropy"> {
     auto call = load_arguments<CrossEntropyBackward>(ctx);
     variable_list result(3);
     if (!put_upstream(kOp, grads, call)) return result;
-    if (at::GradMode::is_enabled() && !call.shards) {  // create_graph=True
+    if (at::GradMode::is_enabled()) {  // create_graph=True
       const std::array wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
       const auto graph = composite::cross_entropy_gradients(call, wanted);
       result[0] = graph[0];

@@ -28,7 +28,7 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
     const auto made = [&](size_t i) { return wanted[i] ? gradients[i] : Tensor(); };
     const bool half = student.scalar_type() == at::kHalf;
     variable_list saved{inplace ? student : made(0), made(1), half ? out.scales : Tensor()};
-    if (inplace || call.shards) {
+    if (inplace) {
       ctx->saved_data["hooks"] = saved_tensor_hooks_active();
       // Those that get a gradient are saved for their place in the graph: a second differentiation must find its way to
       // the error. Saved after the write, so that the version counter is the one that the write left.
@@ -46,7 +46,9 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
                                  .teacher = teacher,
                                  .rows = call.rows,
                                  .scales = out.scales,
-                                 .settings = call.settings},
+                                 .settings = call.settings,
+                                 .shards = call.shards,
+                                 .different = call.different},
                      std::move(saved));
     }
     return visible(out, call.settings);

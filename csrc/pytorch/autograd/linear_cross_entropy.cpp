@@ -36,7 +36,8 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
                                                      .logits = {},
                                                      .grad_stats = {},
                                                      .row_scale = call.row_scale,
-                                                     .shards = call.shards});
+                                                     .shards = call.shards,
+                                                     .different = call.different});
     return visible(out.rows, call.options);
   }
 
@@ -47,7 +48,6 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
     if (!grads[0].defined()) return variable_list(kArguments);
     if (!makes_graph(ctx)) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
     auto call = load_arguments<LinearCrossEntropyBackward>(ctx, saved, kMade);
-    if (call.shards) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
     call.grad_loss = grads[0];
     const auto wanted = needed_gradients(ctx, call.linear_bias.has_value());
     if (kernels_have_second(call)) {
@@ -84,7 +84,8 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
                                                    .logits = call.keep_logits ? OptionalTensor(logits) : std::nullopt,
                                                    .grad_stats = {},
                                                    .row_scale = call.row_scale,
-                                                   .shards = call.shards});
+                                                   .shards = call.shards,
+                                                   .different = call.different});
     save_grad_weight_into(ctx, grad_weight_into);
     return visible(out, call.options);
   }
@@ -97,8 +98,7 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
     const bool scale_wanted = call.row_scale && ctx->needs_input_grad(call.linear_bias ? kBias + 1 : kBias);
     const auto into = saved_grad_weight_into(ctx);
     const bool adds = into && call.needs_grad[kWeight];
-    if (at::GradMode::is_enabled() && !adds && !call.shards &&
-        (call.options.aux & kBatchInvariant) == 0) {  // create_graph=True
+    if (at::GradMode::is_enabled() && !adds && (call.options.aux & kBatchInvariant) == 0) {  // create_graph=True
       const auto [input, weight, bias] = call.needs_grad;
       if (!scale_wanted && kernels_have_second(call)) {
         auto made = [&] {

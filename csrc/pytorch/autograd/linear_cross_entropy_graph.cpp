@@ -120,7 +120,7 @@ struct LinearGraph<LinearCrossEntropyBackward> {
 };
 
 bool kernels_have_second(const LinearCrossEntropyBackward& call) {
-  return call.linear.logit_scale == 1.0 && !call.row_scale && call.linear_weight.size(0) != 0 &&
+  return !call.shards && call.linear.logit_scale == 1.0 && !call.row_scale && call.linear_weight.size(0) != 0 &&
          kernels_take(call, call.input);
 }
 

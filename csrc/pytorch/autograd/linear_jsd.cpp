@@ -43,7 +43,6 @@ struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
     if (!grads[0].defined()) return variable_list(kArguments);
     if (!makes_graph(ctx)) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
     auto call = load_arguments<LinearJsdBackward>(ctx, saved, kMade);
-    if (call.shards) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
     call.grad_loss = grads[0];
     call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
     const auto graph = kernels_have_second(call)
@@ -76,8 +75,7 @@ struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
       at::AutoDispatchBelowAutograd guard;
       return dispatch::linear_jsd_backward(call);
     };
-    if (!at::GradMode::is_enabled() || call.shards)
-      return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);
+    if (!at::GradMode::is_enabled()) return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);
     const auto graph =
         kernels_have_second(call) ? linear_jsd_graph(call, made()) : composite::linear_jsd_gradients(call);
     return linear_result(graph, call.needs_grad, 4);

@@ -70,7 +70,7 @@ struct LinearGraph<LinearJsdBackward> {
 bool kernels_have_second(const LinearJsdBackward& call) {
   const auto& s = call.settings;
   const bool scaled_labels = s.hard_weight != 0.0 && s.student_logit_scale != 1.0;
-  return !call.rows.teacher_index && call.heads.teacher_weight && !scaled_labels &&
+  return !call.shards && !call.rows.teacher_index && call.heads.teacher_weight && !scaled_labels &&
          call.linear.vocab_size.value_or(call.heads.student_weight.size(0)) != 0 &&
          kernels_take(call, call.student_input);
 }

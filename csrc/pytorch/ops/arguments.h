@@ -86,6 +86,19 @@ struct ShardsAgree {
   ALL_OF(Shards, shards);
 };
 
+/// The sum over the processes of a group, each of which does the same with it; what all processes have alike, each for
+/// its own part (a copy). The gradient of one is the other, of the upstream gradient.
+struct ShardsSum {
+  FIELDS_OF(ShardsSum)
+  REQUIRED(at::Tensor, values);
+  ALL_OF(Shards, shards);
+};
+struct ShardsUse {
+  FIELDS_OF(ShardsUse)
+  REQUIRED(at::Tensor, values);
+  ALL_OF(Shards, shards);
+};
+
 // --- losses over class targets -------------------------------------------------------------------------------
 
 /// Options that every loss over class targets has, in the order of the schemas. They are not keyword-only, though they
@@ -164,6 +177,7 @@ struct CrossEntropyBackward {
   OPTION(OptionalTensor, grad_stats);  ///< of stats' shape; its rows of entropy and token_log_prob count
   LIST(option(&Self::options, "aux", &RowOptions::aux))
   ALL_OF(Shards, shards) {};
+  OPTION(OptionalTensor, different) {};
 };
 
 /// What shapes the values of rows that are differentiated, beside the logits. A weight and a target are constants.
@@ -288,6 +302,7 @@ struct LinearCrossEntropyBackward {
   LIST(option(&Self::options, "aux", &RowOptions::aux))
   OPTION(OptionalTensor, row_scale);
   ALL_OF(Shards, shards) {};
+  OPTION(OptionalTensor, different) {};
   LIST(option(&Self::linear, "accumulate_dtype", &LinearOptions::accumulate_dtype))  ///< of shards alone
 };
 
@@ -448,6 +463,8 @@ struct JsdBackward {
   REQUIRED(at::Tensor, scales);
   ALL_OF_BACKWARD(JsdSettings, settings);
   LIST(option(&Self::settings, "log_probs", &JsdSettings::log_probs))
+  ALL_OF(Shards, shards) {};
+  OPTION(OptionalTensor, different) {};
 };
 
 /// What shapes the soft part of a divergence of rows, beside both sides' logits, as JsdSettings and JsdRows have it.

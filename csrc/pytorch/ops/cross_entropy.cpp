@@ -7,9 +7,7 @@
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
-#include "pytorch/ops/faults.h"
-#include "pytorch/ops/front.h"
-#include "pytorch/ops/shards.h"
+#include "pytorch/ops/loss_front.h"
 #include "pytorch/ops/support.h"
 #include "pytorch/rows/collectives.h"
 
@@ -56,8 +54,7 @@ CheckedCall prepare(const CrossEntropyCall& call, const Shards& shards, bool inp
   made.logits = input.dim() == 2   ? input
                 : input.dim() == 1 ? input.unsqueeze(0)
                                    : as_rows(input.movedim(class_dim, -1));
-  if (transformed && (shards || call.options.support()))
-    refuse_transforms(shards ? "cross_entropy with vocab_parallel" : "cross_entropy with a support", tensors);
+  if (transformed && call.options.support()) refuse_transforms("cross_entropy with a support", tensors);
   if (call.options.support()) made.support = make_support(kOp, call, made.rows);
   return made;
 }
@@ -91,47 +88,21 @@ LossTuple run(const CrossEntropyCall& call, const Shards& shards, bool inplace) 
   return to_front(kOp, autograd::cross_entropy(forward, overwrite), rows, options);
 }
 
-template <bool inplace>
-LossTuple cross_entropy_op(const CrossEntropyCall& call) {
-  return run(call, {}, inplace);
-}
-
-template <bool inplace>
-LossTuple cross_entropy_sharded_op(const Sharded<CrossEntropyCall>& call) {
-  return run(call.call, call.shards, inplace);
-}
-
 }  // namespace
 
 LossOutput cross_entropy_with_aux(const Tensor& input, const Tensor& target, const CrossEntropyOptions& options,
                                   const Aux& aux) {
-  static const Twins<CrossEntropyCall, LossTuple> op("fusegrad::cross_entropy");
-  CrossEntropyCall call{input, target, options, aux_bits(aux)};
-  put_on_device(kOp, call.options.normalizer(), input);
-  if (const auto shards = shards_of(options.vocab_parallel())) {
-    static const Twins<Sharded<CrossEntropyCall>, LossTuple> sharded("fusegrad::cross_entropy_sharded");
-    return from_front(sharded({call, shards}, options.inplace()), aux);
-  }
-  return from_front(op(call, options.inplace()), aux);
+  return call_loss<"cross_entropy">(CrossEntropyCall{input, target, options}, input, aux);
 }
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const CrossEntropyOptions& options) {
   return cross_entropy_with_aux(input, target, options, Aux()).loss;
 }
 
-namespace {
-
-void implement_cross_entropy_front(torch::Library& m) {
-  m.impl("cross_entropy", named_kernel<"cross_entropy", unpacked<cross_entropy_op<false>>()>());
-  m.impl("cross_entropy_", named_kernel<"cross_entropy", unpacked<cross_entropy_op<true>>()>());
-  m.impl("cross_entropy_sharded", named_kernel<"cross_entropy", unpacked<cross_entropy_sharded_op<false>>()>());
-  m.impl("cross_entropy_sharded_", named_kernel<"cross_entropy", unpacked<cross_entropy_sharded_op<true>>()>());
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  LossOps<"cross_entropy", CrossEntropyCall, run>::implement(m);
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_cross_entropy_front(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_cross_entropy_front(m); }
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { LossOps<"cross_entropy", CrossEntropyCall, run>::implement(m); }
 
 }  // namespace fusegrad

@@ -7,10 +7,8 @@
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
-#include "pytorch/ops/faults.h"
-#include "pytorch/ops/front.h"
 #include "pytorch/ops/jsd_settings.h"
-#include "pytorch/ops/shards.h"
+#include "pytorch/ops/loss_front.h"
 
 namespace fusegrad {
 namespace {
@@ -29,7 +27,6 @@ struct CheckedJsdCall {
 CheckedJsdCall prepare(const JsdCall& call, const Shards& shards, bool inplace) {
   const auto tensors = tensors_of(call);
   const auto &student = call.student, &teacher = call.teacher;
-  if (shards && is_transformed(tensors)) refuse_transforms("jsd with vocab_parallel", tensors);
   check_floating(kOp, "student", student);
   FUSEGRAD_CHECK_VALUE(student.dim() >= 1, kOp, "student must have shape [..., V], but got a 0-d tensor");
   auto settings = make_settings(kOp, call);
@@ -72,35 +69,15 @@ LossTuple run(const JsdCall& call, const Shards& shards, bool inplace) {
   return to_front(kOp, autograd::jsd(forward, overwrite), row_shape, forward.settings);
 }
 
-template <bool inplace>
-LossTuple jsd_op(const JsdCall& call) {
-  return run(call, {}, inplace);
-}
-
-template <bool inplace>
-LossTuple jsd_sharded_op(const Sharded<JsdCall>& call) {
-  return run(call.call, call.shards, inplace);
-}
-
-JSDOutput run_jsd(JsdCall call, const JSDAux& aux) {
-  static const Twins<JsdCall, LossTuple> op("fusegrad::jsd");
-  call.aux = aux_bits(aux);
-  put_on_device(kOp, call.options.normalizer(), call.student);
-  if (const auto shards = shards_of(call.options.vocab_parallel())) {
-    static const Twins<Sharded<JsdCall>, LossTuple> sharded("fusegrad::jsd_sharded");
-    return from_front(sharded({call, shards}, call.options.inplace()), aux);
-  }
-  return from_front(op(call, call.options.inplace()), aux);
-}
-
 }  // namespace
 
 JSDOutput jsd_with_aux(const Tensor& student, const Tensor& teacher, const JSDOptions& options, const JSDAux& aux) {
-  return run_jsd({student, teacher, {}, options, 0, {}}, aux);
+  return call_loss<"jsd">(JsdCall{student, teacher, {}, options, 0, {}}, student, aux);
 }
 
 JSDOutput jsd_with_aux(const Tensor& student, const TopK& teacher, const JSDOptions& options, const JSDAux& aux) {
-  return run_jsd({student, teacher.log_probs, teacher.indices, options, 0, teacher.tail_log_prob}, aux);
+  return call_loss<"jsd">(JsdCall{student, teacher.log_probs, teacher.indices, options, 0, teacher.tail_log_prob},
+                          student, aux);
 }
 
 Tensor jsd(const Tensor& student, const Tensor& teacher, const JSDOptions& options) {
@@ -111,19 +88,8 @@ Tensor jsd(const Tensor& student, const TopK& teacher, const JSDOptions& options
   return jsd_with_aux(student, teacher, options, JSDAux()).loss;
 }
 
-namespace {
-
-void implement_jsd_front(torch::Library& m) {
-  m.impl("jsd", named_kernel<"jsd", unpacked<jsd_op<false>>()>());
-  m.impl("jsd_", named_kernel<"jsd", unpacked<jsd_op<true>>()>());
-  m.impl("jsd_sharded", named_kernel<"jsd", unpacked<jsd_sharded_op<false>>()>());
-  m.impl("jsd_sharded_", named_kernel<"jsd", unpacked<jsd_sharded_op<true>>()>());
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_jsd_front(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { LossOps<"jsd", JsdCall, run>::implement(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_jsd_front(m); }
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { LossOps<"jsd", JsdCall, run>::implement(m); }
 
 }  // namespace fusegrad

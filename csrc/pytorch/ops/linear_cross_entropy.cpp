@@ -8,9 +8,7 @@
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
-#include "pytorch/ops/faults.h"
-#include "pytorch/ops/front.h"
-#include "pytorch/ops/shards.h"
+#include "pytorch/ops/loss_front.h"
 #include "pytorch/ops/support.h"
 #include "pytorch/rows/collectives.h"
 
@@ -84,7 +82,6 @@ CheckedLinearCall prepare(const LinearCrossEntropyCall& call, const Shards& shar
   const bool transformed = is_transformed(tensors);
   const auto &input = call.input, &linear_weight = call.linear_weight, &target = call.target;
   const auto& o = call.options;
-  if (transformed && shards) refuse_transforms("linear_cross_entropy with vocab_parallel", tensors);
   if (transformed && o.support()) refuse_transforms("linear_cross_entropy with a support", tensors);
   if (transformed && (o.grad_weight_into() || o.batch_invariant()))
     refuse_transforms("linear_cross_entropy with grad_weight_into or batch_invariant", tensors);
@@ -168,28 +165,11 @@ LossTuple run(const LinearCrossEntropyCall& call, const Shards& shards, bool inp
                   rows, options);
 }
 
-template <bool inplace>
-LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
-  return run(call, {}, inplace);
-}
-
-template <bool inplace>
-LossTuple linear_cross_entropy_sharded_op(const Sharded<LinearCrossEntropyCall>& call) {
-  return run(call.call, call.shards, inplace);
-}
-
 }  // namespace
 
 LossOutput linear_cross_entropy_with_aux(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
                                          const LinearCrossEntropyOptions& options, const Aux& aux) {
-  static const Twins<LinearCrossEntropyCall, LossTuple> op("fusegrad::linear_cross_entropy");
-  LinearCrossEntropyCall call{input, linear_weight, target, options, aux_bits(aux)};
-  put_on_device(kOp, call.options.normalizer(), input);
-  if (const auto shards = shards_of(options.vocab_parallel())) {
-    static const Twins<Sharded<LinearCrossEntropyCall>, LossTuple> sharded("fusegrad::linear_cross_entropy_sharded");
-    return from_front(sharded({call, shards}, options.inplace()), aux);
-  }
-  return from_front(op(call, options.inplace()), aux);
+  return call_loss<"linear_cross_entropy">(LinearCrossEntropyCall{input, linear_weight, target, options}, input, aux);
 }
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
@@ -215,21 +195,12 @@ LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const 
   return {out.aux.token_log_prob, out.aux.entropy};
 }
 
-namespace {
-
-void implement_linear_cross_entropy_front(torch::Library& m) {
-  m.impl("linear_cross_entropy", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<false>>()>());
-  m.impl("linear_cross_entropy_", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<true>>()>());
-  m.impl("linear_cross_entropy_sharded",
-         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_sharded_op<false>>()>());
-  m.impl("linear_cross_entropy_sharded_",
-         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_sharded_op<true>>()>());
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  LossOps<"linear_cross_entropy", LinearCrossEntropyCall, run>::implement(m);
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_linear_cross_entropy_front(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_linear_cross_entropy_front(m); }
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
+  LossOps<"linear_cross_entropy", LinearCrossEntropyCall, run>::implement(m);
+}
 
 }  // namespace fusegrad

@@ -7,10 +7,8 @@
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
-#include "pytorch/ops/faults.h"
-#include "pytorch/ops/front.h"
 #include "pytorch/ops/jsd_settings.h"
-#include "pytorch/ops/shards.h"
+#include "pytorch/ops/loss_front.h"
 
 namespace fusegrad {
 namespace {
@@ -106,7 +104,6 @@ CheckedLinearJsdCall prepare(const LinearJsdCall& call, const Shards& shards, bo
   const auto tensors = tensors_of(call);
   const auto& student_input = call.student_input;
   const auto& o = call.options;
-  if (shards && is_transformed(tensors)) refuse_transforms("linear_jsd with vocab_parallel", tensors);
   FUSEGRAD_CHECK_VALUE(!shards || !o.vocab_size(), kOp,
                        "vocab_size must be None with vocab_parallel, whose parts are the rows that count, but got ",
                        o.vocab_size().value_or(0));
@@ -142,38 +139,21 @@ LossTuple run(const LinearJsdCall& call, const Shards& shards, bool inplace) {
   return to_front(kOp, autograd::linear_jsd(forward, recompute, overwrite), row_shape, forward.settings);
 }
 
-template <bool inplace>
-LossTuple linear_jsd_op(const LinearJsdCall& call) {
-  return run(call, {}, inplace);
-}
-
-template <bool inplace>
-LossTuple linear_jsd_sharded_op(const Sharded<LinearJsdCall>& call) {
-  return run(call.call, call.shards, inplace);
-}
-
-JSDOutput run_linear_jsd(LinearJsdCall call, const JSDAux& aux) {
-  static const Twins<LinearJsdCall, LossTuple> op("fusegrad::linear_jsd");
-  call.aux = aux_bits(aux);
-  put_on_device(kOp, call.options.normalizer(), call.student_input);
-  if (const auto shards = shards_of(call.options.vocab_parallel())) {
-    static const Twins<Sharded<LinearJsdCall>, LossTuple> sharded("fusegrad::linear_jsd_sharded");
-    return from_front(sharded({call, shards}, call.options.inplace()), aux);
-  }
-  return from_front(op(call, call.options.inplace()), aux);
-}
-
 }  // namespace
 
 JSDOutput linear_jsd_with_aux(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,
                               const Tensor& teacher_weight, const LinearJSDOptions& options, const JSDAux& aux) {
-  return run_linear_jsd({student_input, student_weight, teacher_input, teacher_weight, {}, options, 0, {}}, aux);
+  return call_loss<"linear_jsd">(
+      LinearJsdCall{student_input, student_weight, teacher_input, teacher_weight, {}, options, 0, {}}, student_input,
+      aux);
 }
 
 JSDOutput linear_jsd_with_aux(const Tensor& student_input, const Tensor& student_weight, const TopK& teacher,
                               const LinearJSDOptions& options, const JSDAux& aux) {
-  return run_linear_jsd(
-      {student_input, student_weight, teacher.log_probs, {}, teacher.indices, options, 0, teacher.tail_log_prob}, aux);
+  return call_loss<"linear_jsd">(
+      LinearJsdCall{
+          student_input, student_weight, teacher.log_probs, {}, teacher.indices, options, 0, teacher.tail_log_prob},
+      student_input, aux);
 }
 
 Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,
@@ -186,19 +166,8 @@ Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, con
   return linear_jsd_with_aux(student_input, student_weight, teacher, options, JSDAux()).loss;
 }
 
-namespace {
-
-void implement_linear_jsd_front(torch::Library& m) {
-  m.impl("linear_jsd", named_kernel<"linear_jsd", unpacked<linear_jsd_op<false>>()>());
-  m.impl("linear_jsd_", named_kernel<"linear_jsd", unpacked<linear_jsd_op<true>>()>());
-  m.impl("linear_jsd_sharded", named_kernel<"linear_jsd", unpacked<linear_jsd_sharded_op<false>>()>());
-  m.impl("linear_jsd_sharded_", named_kernel<"linear_jsd", unpacked<linear_jsd_sharded_op<true>>()>());
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { implement_linear_jsd_front(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { LossOps<"linear_jsd", LinearJsdCall, run>::implement(m); }
 // Under torch.vmap too they are compositions of other ops.
-TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { implement_linear_jsd_front(m); }
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { LossOps<"linear_jsd", LinearJsdCall, run>::implement(m); }
 
 }  // namespace fusegrad

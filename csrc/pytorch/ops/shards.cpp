@@ -46,6 +46,14 @@ void ToldCall::tell(const char* name, const Normalizer& value) {
   tell(name, tensor != nullptr ? *tensor : Tensor());
 }
 
+void ToldCall::refuse_batches(const char* op) const {
+  constexpr c10::DispatchKeySet kBatches({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+  for (const auto& tensor : given_) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor.key_set().has_any(kBatches), op,
+                                ": torch.vmap must not be applied with vocab_parallel, but it is");
+  }
+}
+
 void ToldCall::check_parts(const char* op, const Shards& shards) const {
   for (size_t i = 0; i < given_.size(); ++i) {
     for (const auto& [part, dim] : *parts_) {

@@ -28,6 +28,7 @@ class ToldCall {
     return told;
   }
 
+  void refuse_batches(const char* op) const;
   /// Raises where a part has other columns than the shards say.
   void check_parts(const char* op, const Shards& shards) const;
   /// What ShardsAgree returns.
@@ -65,6 +66,7 @@ auto prepared_by_all(const char* op, const Call& call, const Shards& shards, con
   if (!shards) return {prepare(), std::nullopt};
   check_shards(op, shards);
   auto told = ToldCall::of(call, parts);
+  told.refuse_batches(op);
   if (shards.world() == 1) {
     told.check_parts(op, shards);
     return {prepare(), std::nullopt};

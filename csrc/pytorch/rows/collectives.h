@@ -16,8 +16,13 @@ at::Tensor gather_parts(const at::Tensor& values, const Shards& shards);
 void start_sum(const at::Tensor& values, const Shards& shards);
 void finish_sum(const at::Tensor& values, const Shards& shards);
 
-/// The sum over the processes as a new tensor. Each of them does the same with it, so its gradient is each summand's.
+/// The ops ShardsSum and ShardsUse.
 at::Tensor sum_of_parts(const at::Tensor& values, const Shards& shards);
+at::Tensor for_own_part(const at::Tensor& values, const Shards& shards);
+
+/// [n] int64, of each part's largest values and their columns, [processes, n]: the first column of the whole vocabulary
+/// that has the largest.
+at::Tensor first_largest(const at::Tensor& best, const at::Tensor& column, const Shards& shards);
 
 /// [processes, ...] bool: in whose part an index [...] of the whole vocabulary lies.
 at::Tensor owned_by(const at::Tensor& index, const Shards& shards);

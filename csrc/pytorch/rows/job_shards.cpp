@@ -192,10 +192,7 @@ void RowJob::combine(const Tensor& parts, int64_t first) {
     }
   }
   if (out_.predicted_tokens.numel() != 0) {
-    const auto best = of(wide.size(1) - 2);
-    auto index = of(wide.size(1) - 1).to(at::kLong);
-    for (int64_t r = 0; r < shards_.world(); ++r) index[r].add_(shards_.start(r));
-    index = index.masked_fill(best.ne(best.amax(0)), vocab_).amin(0);
+    const auto index = first_largest(of(wide.size(1) - 2), of(wide.size(1) - 1), shards_);
     rows(out_.predicted_tokens).copy_(index.masked_fill(kept.logical_not(), -1));
   }
 }

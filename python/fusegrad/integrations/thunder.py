@@ -191,8 +191,6 @@ def _call(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Puts a call of an op into the trace."""
     if "inplace" in kwargs:
         kwargs["inplace"] = False  # a permission, of which a functional trace makes no use
-    if kwargs.pop("vocab_parallel", None) is not None:
-        raise NotImplementedError(f"{name}: vocab_parallel must be None under thunder, but got a sharded vocabulary")
     leaves, spec = tree_flatten((args, kwargs))
     for leaf in leaves:
         if isinstance(leaf, (NumberProxy, Tensor)):

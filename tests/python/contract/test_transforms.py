@@ -162,6 +162,9 @@ def test_opcheck_of_the_ops_below(device) -> None:
     torch.library.opcheck(ops.cross_entropy_backward.default, backward)
     agree = ("an_op", [x, t], "input,target,weight", [3, 0, -1], "reduction: mean\n", False, *part)
     torch.library.opcheck(ops.shards_agree.default, agree)
+    for linear in (ops.shards_sum, ops.shards_use):
+        for values in (x, x.t(), x.clone().requires_grad_()):
+            torch.library.opcheck(linear.default, (values, *part))
     torch.library.opcheck(
         ops.linear_cross_entropy_backward.default,
         (

@@ -214,12 +214,16 @@ def shards(device: str, dtype: torch.dtype) -> set[str]:
     for inplace in (False, True):
         for aux in (None, Aux(lse=True, entropy=True, token_log_prob=True)):
             how = {"inplace": inplace, "return_aux": aux, **more}
-            what = f"sharded {how}"
-            seen |= check(lambda x: fusegrad.cross_entropy(x, target, **how), x, what=what, orders=0)
-            seen |= check(lambda h, w: fusegrad.linear_cross_entropy(h, w, target, **how), h, w, what=what, orders=0)
+            what, orders = f"sharded {how}", 0 if inplace else 2
+            seen |= check(lambda x: fusegrad.cross_entropy(x, target, **how), x, what=what, orders=orders)
+            seen |= check(
+                lambda h, w: fusegrad.linear_cross_entropy(h, w, target, **how), h, w, what=what, orders=orders
+            )
         how = {"inplace": inplace, **more}
-        seen |= check(lambda x: fusegrad.jsd(x, y, **how), x, what="sharded jsd", orders=0)
-        seen |= check(lambda h, w: fusegrad.linear_jsd(h, w, ty, tw, **how), h, w, what="sharded", orders=0)
+        seen |= check(lambda x: fusegrad.jsd(x, y, **how), x, what="sharded jsd", orders=orders)
+        seen |= check(lambda h, w: fusegrad.linear_jsd(h, w, ty, tw, **how), h, w, what="sharded", orders=orders)
+    for op in (torch.ops.fusegrad.shards_sum, torch.ops.fusegrad.shards_use):  # what second derivatives take of parts
+        seen |= check(lambda x, op=op: op(x, "", 0, [0, V]).square(), x, what=f"{op}")
     return seen
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import signal
@@ -98,6 +99,9 @@ def assert_raises(error: type[Exception] | tuple[type[Exception], ...], text: st
 def _forked(processes: int) -> int:
     """This process's rank: copies of one that has imported all. The first waits for them, and ends with the first that
     fails."""
+    # What the first backward, DTensor and torch.compile import, sympy among it: once, not in each process.
+    for module in ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor", "torch._dynamo"):
+        importlib.import_module(module)
     children = set()
     for rank in range(processes):
         child = os.fork()

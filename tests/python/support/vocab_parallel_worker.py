@@ -3,12 +3,14 @@ unsharded op on the same tensors and against plain formulas. A case that fails s
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import fusegrad
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from fusegrad import Aux, JSDAux, VocabParallel, reference
 from processes import assert_raises, main
@@ -30,7 +32,9 @@ CASES: dict[str, Callable[..., None]] = {}
 
 
 def runs(name: str, world: int) -> bool:
-    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel")
+    if name == "derivatives":
+        return world != 3
+    return world == 2 or name not in ("compiled", "thunder", "autocast", "inplace", "data_parallel")
 
 
 def case(function: Callable[..., None]) -> Callable[..., None]:
@@ -444,8 +448,12 @@ def contract(shards: VocabParallel) -> None:
         for options in ({}, {"reduction": "none"}):
             x1 = leaf(x)
             w1 = None if w is None else leaf(w)
-            (grad,) = torch.autograd.grad(loss(x1, w1, **options).sum(), x1, create_graph=True)
-            assert_raises(RuntimeError, name, lambda: grad.sum().backward())
+            if w is None and "reduction" in options:
+                continue
+            # In place nothing is kept of which a second derivative could be made.
+            (grad,) = torch.autograd.grad(loss(x1 * 1, w1, inplace=True, **options).sum(), x1, create_graph=True)
+            if "reduction" not in options:
+                assert_raises(RuntimeError, name, lambda: grad.sum().backward())
             with torch.no_grad():
                 assert not loss(x1, w1, **options).requires_grad
             if w is None:
@@ -462,6 +470,151 @@ def contract(shards: VocabParallel) -> None:
     loss = fusegrad.cross_entropy(x, target, vocab_parallel=shards)
     target.zero_()
     assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
+
+
+def check_derivatives(
+    what: str,
+    ours: Callable[..., Tensor],
+    truth: Callable[..., Tensor],
+    inputs: list[Tensor],
+    parts: list[Callable[[Tensor], Tensor]],
+) -> None:
+    """Second derivatives, and forward mode with a gradient of its tangent."""
+    whole = [leaf(t) for t in inputs]
+    mine = [leaf(part(t)) for part, t in zip(parts, inputs, strict=True)]
+    moved = [torch.randn_like(t) for t in inputs]
+    own_moved = [part(t) for part, t in zip(parts, moved, strict=True)]
+
+    def second(loss: Callable[..., Tensor], given: list[Tensor], along: list[Tensor]) -> tuple[Tensor, ...]:
+        upstream = 0.7 * loss(*given).square().sum()
+        first = torch.autograd.grad(upstream, given, create_graph=True)
+        return torch.autograd.grad(sum((g * v).sum() for g, v in zip(first, along, strict=True)), given)
+
+    found, expected = second(ours, mine, own_moved), second(truth, whole, moved)
+    for i, (grad, full, part) in enumerate(zip(found, expected, parts, strict=True)):
+        assert_close(grad, part(full), f"{what}, second derivative {i}")
+
+    def forward(loss: Callable[..., Tensor], given: list[Tensor], along: list[Tensor]) -> tuple[Tensor, ...]:
+        with forward_ad.dual_level():
+            dual = [forward_ad.make_dual(t, v) for t, v in zip(given, along, strict=True)]
+            tangent = forward_ad.unpack_dual(loss(*dual)).tangent
+            return tangent, *torch.autograd.grad(tangent.sum(), given)
+
+    found, expected = forward(ours, mine, own_moved), forward(truth, whole, moved)
+    assert_close(found[0], expected[0], f"{what}, tangent")
+    for i, (grad, full, part) in enumerate(zip(found[1:], expected[1:], parts, strict=True)):
+        assert_close(grad, part(full), f"{what}, gradient {i} of the tangent")
+
+    def of_transforms(loss: Callable[..., Tensor], given: list[Tensor], along: list[Tensor]) -> tuple[Tensor, ...]:
+        places = tuple(range(len(given)))
+        gradient = torch.func.grad(lambda *x: loss(*x).square().sum(), places)
+        return torch.func.jvp(gradient, tuple(t.detach() for t in given), tuple(along))[1]
+
+    for i, (grad, full, part) in enumerate(
+        zip(of_transforms(ours, mine, own_moved), of_transforms(truth, whole, moved), parts, strict=True)
+    ):
+        assert_close(grad, part(full), f"{what}, torch.func {i}")
+
+
+@case
+def derivatives(shards: VocabParallel) -> None:
+    """Of second order and in forward mode, where the unsharded ops have them."""
+    cut = slice(shards.start, shards.stop)
+    dtype = WIDEST
+    columns, rows = [lambda t: t[:, cut]], [same, lambda t: t[cut], lambda t: t[cut]]
+    index = torch.randint(0, V, (ROWS,))
+    index[3] = -100
+    probabilities = torch.rand(ROWS, V, dtype=dtype)
+    token, classes, scale = torch.rand(ROWS), torch.rand(V, dtype=dtype), torch.rand(ROWS, dtype=dtype) + 0.5
+    logits = 3 * torch.randn(ROWS, V, dtype=dtype) + 100
+    head = [torch.randn(*shape, dtype=dtype) for shape in ((ROWS, H), (V, H), (V,))]
+    here = {"vocab_parallel": shards}
+
+    def with_aux(out: Any) -> Tensor:
+        return out[0] + out[1].lse.mean() - 0.3 * out[1].entropy.square().mean()
+
+    some = {"return_aux": Aux(lse=True, entropy=True)}
+    for options in (
+        {},
+        {"reduction": "none", "z_loss": 0.1},
+        {"label_smoothing": 0.1, "weight": classes, "token_weight": token},
+        {"label_smoothing": 0.2, "softcap": 20.0, "z_loss": 0.1, "reduction": "sum"},
+    ):
+        for target in (index, probabilities):
+            mine = target if target is index else target[:, cut]
+            check_derivatives(
+                f"cross_entropy {list(options)}",
+                lambda z, t=mine, o=options: with_aux(fusegrad.cross_entropy(z, t, **o, **some, **here)),
+                lambda z, t=target, o=options: with_aux(fusegrad.cross_entropy(z, t, **o, **some)),
+                [logits],
+                columns,
+            )
+            check_derivatives(
+                f"linear_cross_entropy {list(options)}",
+                lambda x, w, b, t=mine, o=options: fusegrad.linear_cross_entropy(x, w, t, linear_bias=b, **o, **here),
+                lambda x, w, b, t=target, o=options: fusegrad.linear_cross_entropy(x, w, t, linear_bias=b, **o),
+                head,
+                rows,
+            )
+    check_derivatives(
+        "row_scale",
+        lambda x, w, s: fusegrad.linear_cross_entropy(x, w, index, logit_scale=s, **here),
+        lambda x, w, s: fusegrad.linear_cross_entropy(x, w, index, logit_scale=s),
+        [*head[:2], scale],
+        [same, lambda t: t[cut], same],
+    )
+    student, teacher = torch.randn(ROWS, V, dtype=dtype), torch.randn(ROWS, V, dtype=dtype)
+    ids = torch.stack([torch.randperm(V)[:4] for _ in range(ROWS)])
+    ids[2, 1] = -1
+    top = torch.full((ROWS, 4), 0.2, dtype=dtype).log(), ids
+    for options in (
+        {"beta": 0.5},
+        {"beta": 0.0, "temperature": 2.0, "reduction": "none"},
+        {"beta": 1.0, "labels": index, "hard_weight": 0.5, "soft_weight": 0.5},
+    ):
+        check_derivatives(
+            f"jsd {list(options)}",
+            lambda s, t, o=options: fusegrad.jsd(s, t, **o, **here),
+            lambda s, t, o=options: fusegrad.jsd(s, t, **o),
+            [student, teacher],
+            columns * 2,
+        )
+        check_derivatives(
+            f"jsd, top-k, {list(options)}",
+            lambda s, o=options: fusegrad.jsd(s, top, **o, **here),
+            lambda s, o=options: fusegrad.jsd(s, top, **o),
+            [student],
+            columns,
+        )
+        check_derivatives(
+            f"linear_jsd {list(options)}",
+            lambda x, w, b, o=options: fusegrad.linear_jsd(
+                x, w, head[0], 2 * head[1][cut], student_bias=b, **o, **here
+            ),
+            lambda x, w, b, o=options: fusegrad.linear_jsd(x, w, head[0], 2 * head[1], student_bias=b, **o),
+            head,
+            rows,
+        )
+    log_probs = [t.log_softmax(-1) for t in (student, teacher)]
+    check_derivatives(
+        "log_probs",
+        lambda s, t: fusegrad.jsd(s, t, log_probs=True, **here),
+        lambda s, t: fusegrad.jsd(s, t, log_probs=True),
+        log_probs,
+        columns * 2,
+    )
+    upstream = torch.randn(3, ROWS, dtype=dtype)
+    found, expected = (
+        torch.autograd.grad(fusegrad.cross_entropy(z, index, reduction="none", **o), z, upstream, is_grads_batched=True)
+        for z, o in ((leaf(logits[:, cut]), here), (leaf(logits), {}))
+    )
+    assert_close(found[0], expected[0][..., cut], "batched gradients")
+    batch = torch.randn(2, ROWS, shards.size, dtype=dtype)
+    assert_raises(
+        NotImplementedError,
+        "cross_entropy: torch.vmap must not be applied with vocab_parallel",
+        lambda: torch.vmap(lambda z: fusegrad.cross_entropy(z, index, **here))(batch),
+    )
 
 
 @case
@@ -557,6 +710,42 @@ def compiled(shards: VocabParallel) -> None:
     )
     logits = torch.randn(ROWS, shards.size)
     assert_raises(ValueError, "cross_entropy: target must be the same in all processes", lambda: whole(logits))
+
+
+@case
+def thunder(shards: VocabParallel) -> None:
+    if importlib.util.find_spec("thunder") is None or not hasattr(Tensor, "align_as"):
+        return
+    import thunder
+    from fusegrad.integrations.thunder import fusegrad_ex
+
+    # thunder does not see tensors that a function's function has captured.
+    cut = slice(shards.start, shards.stop)
+    target = torch.randint(0, V, (ROWS,))
+    teacher, weight, hidden = (torch.randn(*shape).to(WIDEST) for shape in ((ROWS, V), (V, H), (ROWS, H)))
+    steps: list[tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]] = [
+        (lambda z, t: fusegrad.cross_entropy(z * 2, t, vocab_parallel=shards), [teacher[:, cut]], [target]),
+        (lambda z, t: fusegrad.jsd(z * 2, t, vocab_parallel=shards), [teacher[:, cut]], [-teacher[:, cut]]),
+        (
+            lambda x, w, t: fusegrad.linear_cross_entropy(x * 2, w, t, vocab_parallel=shards),
+            [hidden, weight[cut]],
+            [target],
+        ),
+        (
+            lambda x, w, h, t: fusegrad.linear_jsd(x * 2, w, h, t, vocab_parallel=shards),
+            [hidden, weight[cut]],
+            [hidden, -weight[cut]],
+        ),
+    ]
+    for i, (step, inputs, others) in enumerate(steps):
+        jitted = thunder.jit(step, executors=[fusegrad_ex, *thunder.get_default_executors()])
+        check_same(
+            f"thunder, {i}",
+            lambda *x, f=jitted, o=others: f(*x, *o),
+            lambda *x, f=step, o=others: f(*x, *o),
+            inputs,
+            [same] * len(inputs),
+        )
 
 
 @case
