@@ -23,6 +23,8 @@ SITE = $(shell echo $(VENV)/lib/python3.*/site-packages)
 # Without byte code of all of torch: Python makes that of what it imports.
 PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 
+# Python keeps its byte code: processes of tests would compile torch's requirements anew.
+unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
