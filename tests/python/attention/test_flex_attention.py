@@ -145,6 +145,23 @@ def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
     check(tensors, full_bias, [bias], mask, allowed, enable_gqa=gqa)
 
 
+WIDE = [Sizes(1, 4, 33, 70, 512, 512, Hkv=2), Sizes(1, 2, 40, 40, 576, 512), Sizes(2, 1, 17, 20, 300, 257)]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@rows_of("sizes", WIDE)
+def test_heads_of_more_than_256(dtype: torch.dtype, sizes: Sizes) -> None:
+    tensors = sizes.tensors(dtype)
+    bias = torch.randn(sizes.H, sizes.M, sizes.N).to(dtype).requires_grad_()
+    mask = block_mask(causal, sizes.M, sizes.N, (32, 16))
+    allowed = torch.ones(sizes.M, sizes.N).tril().bool()
+    gqa = bool(sizes.Hkv)
+    check(tensors, lambda _: None, [], mask, allowed, enable_gqa=gqa, aux=False)
+    check(tensors, full_bias, [bias], mask, allowed, enable_gqa=gqa)
+    check(tensors, full_bias, [bias], mask, allowed, enable_gqa=gqa, dropout_p=0.2, aux=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_rounding_of_the_output_does_not_reach_the_gradients(dtype: torch.dtype) -> None:
     """With few keys dP and its mean nearly cancel; the gradients are still as good as the truth rounded once, or twice
