@@ -1,4 +1,4 @@
-// What a device has to offer for the losses: eight kernels over rows of logits, as plain functions of raw
+// What a device has to offer for the losses: kernels over rows of logits and a product, as plain functions of raw
 // pointers, 64-bit sizes and a stream, so that front ends other than ATen can call them too.
 //
 // Letters: N rows, V columns (the vocabulary). `acc` is float for float32, bfloat16 and float16 logits, and
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "losses/product.h"
 
 namespace fusegrad {
 
@@ -118,6 +119,40 @@ struct RowGradient {
   const void* grad_entropy = nullptr;   // [N] acc, or null: zero
   const void* entropy = nullptr;        // [N] acc, where grad_entropy is not null
   const void* entropy_low = nullptr;
+};
+
+/// What a row's outputs are made of, [kRowStates, N] acc: sums over columns as RowForward's, with m the largest z among
+/// them, and the target's logit, 0 where it is none of them.
+enum RowState : int64_t {
+  kStateMax,         // m
+  kStateSum,         // sum exp(z - m)
+  kStateShifted,     // sum (z - m), where there is smoothing
+  kStateTargetDot,   // sum a * (z - m) but for the target's own part of a, dense targets only
+  kStateMass,        // sum a, the same
+  kStateEntropyDot,  // sum exp(z - m) * (z - m)
+  kStateSquareDot,   // sum exp(z - m) * (z - m)^2
+  kStateAtIndex,
+  kRowStates
+};
+
+/// The states of rows over one part of the vocabulary, `cols` columns from `col_offset` of `vocab` on: the sums of
+/// `segments` segments (see losses/product.h), from `first_segment` on. RowForward's class_weight and index count in
+/// the whole vocabulary. Its outputs are not written but `predicted`, which counts in the part.
+struct RowPart : RowForward {
+  int64_t vocab = 0;
+  int64_t col_offset = 0;
+  int64_t segment = 0;  // columns
+  int64_t segments = 0;
+  void* states = nullptr;
+};
+
+/// RowForward's outputs, but for `predicted`, from the states of all parts: [parts, kRowStates, N], which are the sums
+/// of `segments[i]` segments each, in their order.
+struct RowWhole : RowForward {
+  int64_t vocab = 0;
+  int64_t parts = 0;
+  const void* states = nullptr;
+  int64_t segments[kVocabSegments] = {};
 };
 
 /// One pointer for each value of a row that is differentiated: cross entropy, lse, entropy, and the target's
@@ -306,6 +341,10 @@ struct RowKernels {
   void (*jsd)(const RowJsd&, DType, void* stream);
   void (*tangents)(const RowTangents&, DType, void* stream);
   void (*jsd_tangents)(const RowJsdTangents&, DType, void* stream);
+  // Those of rows that are the same in every call; null: the device has none.
+  void (*part)(const RowPart&, DType, void* stream) = nullptr;
+  void (*whole)(const RowWhole&, DType, void* stream) = nullptr;
+  void (*product)(const Product&, DType, void* stream) = nullptr;
 };
 
 extern const RowKernels kCpuRowKernels;

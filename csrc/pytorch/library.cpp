@@ -61,6 +61,8 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<LinearCrossEntropyBackward>(m, "linear_cross_entropy_backward", "(" + gradients);
   define_pair<LinearCrossEntropyBackwardInto>(m, "linear_cross_entropy_backward_into", "(" + gradients);
 
+  define<LinearLogProbForward>(m, "linear_log_prob_forward", "(Tensor log_prob, Tensor entropy, Tensor lse)");
+
   define<LinearCrossEntropySecond>(m, "linear_cross_entropy_second", "(Tensor values, " + gradients);
   // The rows under transforms and for second derivatives, before a reduction: [k, N] acc, and [N] float64 predictions;
   // whole, and in chunks of rows (the Python package implements that).

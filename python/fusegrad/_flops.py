@@ -85,6 +85,11 @@ def _linear(a: dict[str, Any]) -> int:
     return _product(a["input"], a["linear_weight"]) * (1 + of_input + of_weight)
 
 
+@_formula("linear_log_prob_forward")
+def _log_prob(a: dict[str, Any]) -> int:
+    return 2 * a["target"].numel() * a["linear_weight"].numel()
+
+
 @_formula(*(f"linear_cross_entropy_backward{of}" for of in ("", "_", "_into", "_into_")))
 def _linear_backward(a: dict[str, Any]) -> int:
     of_input, of_weight, _ = a["needs_grad"]

@@ -132,6 +132,15 @@ TEST_P(LinearLogProb, TheSameBitsInEveryBatch) {
   const auto one = at::ones({}, input.options());
   const auto gradient = gradients((alone.log_prob + alone.entropy).sum(), {row}, one)[0];
   EXPECT_TRUE(gradient.equal(gradients((whole.log_prob + whole.entropy).sum(), {x}, one)[0].narrow(0, 6, 1)));
+  const auto called = linear_log_prob_forward(row, weight, target.narrow(0, 6, 1), options);
+  EXPECT_FALSE(called.log_prob.requires_grad());
+  EXPECT_TRUE(called.log_prob.equal(alone.log_prob));
+  EXPECT_TRUE(called.entropy.equal(alone.entropy));
+  EXPECT_FALSE(
+      linear_log_prob_forward(row, weight, target.narrow(0, 6, 1), LinearLogProbOptions(options).return_entropy(false))
+          .entropy.defined());
+  EXPECT_THROW(linear_log_prob_forward(x, weight, target, LinearLogProbOptions(options).support(target.unsqueeze(1))),
+               c10::ValueError);
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, LinearLogProb, ::testing::ValuesIn(places()), place_name);

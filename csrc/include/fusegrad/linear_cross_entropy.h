@@ -36,9 +36,9 @@ struct LinearCrossEntropyOptions {
   /// gradients are computed in the backward then. Shares no memory with another argument; not for a compiler's graph.
   TORCH_ARG(std::optional<at::Tensor>, grad_weight_into);
   /// A row's loss, aux values and gradient of the input are bitwise the same whatever other rows are in the call,
-  /// however many there are, however workspace_mib cuts them and whichever outputs are asked for: products run on a
-  /// fixed number of rows. The gradients are computed in the backward. Class indices alone. docs/losses.md has
-  /// the price.
+  /// however many there are, however workspace_mib cuts them and whichever outputs are asked for. The gradients are
+  /// computed in the backward. Class indices alone. On the CPU with vocab_parallel too, of whichever number of
+  /// processes, whose parts are 1, 2, 4, 8 or 16 of the vocabulary's sixteenths. docs/losses.md has the price.
   TORCH_ARG(bool, batch_invariant) = false;
 };
 
@@ -81,5 +81,16 @@ struct LogProb {
 /// target: class indices [...]. Errors as in linear_cross_entropy, under its name.
 LogProb linear_log_prob(const at::Tensor& input, const at::Tensor& linear_weight, const at::Tensor& target,
                         const LinearLogProbOptions& options = {});
+
+struct LogProbForward {
+  at::Tensor log_prob, entropy, lse;
+};
+
+/// linear_log_prob without a graph, for inference engines: no gradient is recorded whatever requires one, nothing waits
+/// for the device, and a call may be captured in a CUDA graph. The values are linear_log_prob's, bit by bit. Not with a
+/// support or grad_weight_into. From Python: torch.ops.fusegrad.linear_log_prob_forward, where batch_invariant is true
+/// unless it is given.
+LogProbForward linear_log_prob_forward(const at::Tensor& input, const at::Tensor& linear_weight,
+                                       const at::Tensor& target, const LinearLogProbOptions& options = {});
 
 }  // namespace fusegrad

@@ -5,6 +5,7 @@
 
 #include "common/capability.h"
 #include "common/host.h"
+#include "losses/cpu/product.h"
 #include "losses/cpu/row_range.h"
 
 namespace fusegrad {
@@ -13,6 +14,12 @@ namespace {
 const cpu::RowRangeKernels& range_kernels() {
   static const cpu::RowRangeKernels& chosen =
       cpu::for_this_machine(cpu::DEFAULT::kRowRangeKernels, cpu::AVX2::kRowRangeKernels, cpu::AVX512::kRowRangeKernels);
+  return chosen;
+}
+
+const cpu::RowPartKernels& part_kernels() {
+  static const cpu::RowPartKernels& chosen =
+      cpu::for_this_machine(cpu::DEFAULT::kRowPartKernels, cpu::AVX2::kRowPartKernels, cpu::AVX512::kRowPartKernels);
   return chosen;
 }
 
@@ -54,6 +61,9 @@ void tangents(const RowTangents& p, DType dtype, void* stream) {
   over_rows(p, dtype, stream, range_kernels().tangents);
 }
 void scaling(const RowScaling& p, DType dtype, void* stream) { over_rows(p, dtype, stream, range_kernels().scaling); }
+
+void part(const RowPart& p, DType dtype, void* stream) { over_rows(p, dtype, stream, part_kernels().part); }
+void whole(const RowWhole& p, DType dtype, void* stream) { over_rows(p, dtype, stream, part_kernels().whole); }
 
 void jsd(const RowJsd& p, DType dtype, void* stream) {
   const int64_t bytes =
@@ -134,6 +144,7 @@ void sum(const RowSum& p, DType dtype, void*) {
 
 }  // namespace
 
-const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling, jsd, tangents, jsd_tangents};
+const RowKernels kCpuRowKernels = {forward,  gradient,     scales, sum,   scaling,     jsd,
+                                   tangents, jsd_tangents, part,   whole, cpu::product};
 
 }  // namespace fusegrad

@@ -17,6 +17,12 @@ struct RowRangeKernels {
   void (*tangents)(const RowTangents&, DType, int64_t begin, int64_t end);
 };
 
+/// The same for the states of parts of a row.
+struct RowPartKernels {
+  void (*part)(const RowPart&, DType, int64_t begin, int64_t end);
+  void (*whole)(const RowWhole&, DType, int64_t begin, int64_t end);
+};
+
 /// The same for RowJsd; its scratch is kJsdBuffers such rows, then 3 (K + 1) doubles.
 using JsdRange = void (*)(const RowJsd&, DType, int64_t begin, int64_t end, void* scratch);
 constexpr int64_t kJsdBuffers = 5;
@@ -27,16 +33,19 @@ constexpr int64_t kJsdTangentBuffers = 8;
 
 namespace DEFAULT {
 extern const RowRangeKernels kRowRangeKernels;
+extern const RowPartKernels kRowPartKernels;
 extern const JsdRange kJsdRange;
 extern const JsdTangentsRange kJsdTangentsRange;
 }  // namespace DEFAULT
 namespace AVX2 {
 extern const RowRangeKernels kRowRangeKernels;
+extern const RowPartKernels kRowPartKernels;
 extern const JsdRange kJsdRange;
 extern const JsdTangentsRange kJsdTangentsRange;
 }  // namespace AVX2
 namespace AVX512 {
 extern const RowRangeKernels kRowRangeKernels;
+extern const RowPartKernels kRowPartKernels;
 extern const JsdRange kJsdRange;
 extern const JsdTangentsRange kJsdTangentsRange;
 }  // namespace AVX512

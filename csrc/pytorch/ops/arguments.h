@@ -251,6 +251,24 @@ struct LinearCrossEntropyCall {
   int64_t aux = 0;
 };
 
+/// linear_log_prob without a graph: log_prob, entropy (empty unless asked for) and lse of each row, acc, of the
+/// target's shape. What the arguments mean, and the errors, are linear_cross_entropy's.
+struct LinearLogProbForward {
+  FIELDS_OF(LinearLogProbForward)
+  REQUIRED(at::Tensor, input);          ///< [..., H]
+  REQUIRED(at::Tensor, linear_weight);  ///< [V, H]
+  REQUIRED(at::Tensor, target);         ///< class indices [...]
+  OPTION(OptionalTensor, linear_bias);
+  OPTION(int64_t, ignore_index) = -100;
+  OPTION(std::optional<double>, softcap);
+  OPTION(double, logit_scale) = 1.0;
+  OPTION(OptionalTensor, row_scale);
+  OPTION(std::optional<int64_t>, workspace_mib);
+  OPTION(bool, return_entropy) = true;
+  OPTION(bool, batch_invariant) = true;
+  ALL_OF(Shards, shards) {};
+};
+
 /// linear_cross_entropy's own options.
 struct LinearOptions {
   FIELDS_OF(LinearOptions)

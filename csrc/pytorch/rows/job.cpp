@@ -146,22 +146,28 @@ void RowJob::compute_scales() {
 }
 
 void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_logits) {
-  if (shards_) {
+  if (nodes_ || shards_) {
     if (vocab_ == 0) return;
-    combine(gather_parts(part_statistics(logits, first), shards_), first);
+    nodes_ ? forward_by_segments(logits, first) : combine(gather_parts(part_statistics(logits, first), shards_), first);
     if (gradient_over_logits) gradient({.loss = unit_gradient()}, logits, 0, logits, first);
     return;
   }
   if (logits.numel() == 0) return;
   RowForward p;
-  p.rows = logits.size(0);
-  p.cols = vocab_;
-  p.logits = logits.const_data_ptr();
-  p.logits_stride = logits.stride(0);
+  describe(p, logits, first);
   if (gradient_over_logits) {
     p.grad = logits.data_ptr();
     p.grad_stride = logits.stride(0);
   }
+  device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
+}
+
+// What a forward reads of rows from `first` on, and all that it writes of them but their gradient.
+void RowJob::describe(RowForward& p, const Tensor& logits, int64_t first) const {
+  p.rows = logits.size(0);
+  p.cols = logits.size(1);
+  p.logits = logits.const_data_ptr();
+  p.logits_stride = logits.stride(0);
   p.targets = targets(first, 0);
   p.transform = {logit_scale_, options_.softcap};
   p.row_scale = pointer_at(row_scale_, first);
@@ -181,7 +187,6 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   p.mean = stat(stat_rows_.mean, first);
   p.variance = stat(stat_rows_.variance, first);
   p.slope = stat(stat_rows_.slope, first);
-  device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
 }
 
 RowOutputs RowJob::finish_forward() {

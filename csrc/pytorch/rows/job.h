@@ -6,6 +6,7 @@
 
 #include "losses/row_kernels.h"
 #include "pytorch/ops/dispatch.h"
+#include "pytorch/rows/segments.h"
 
 namespace fusegrad {
 
@@ -78,6 +79,10 @@ class RowJob {
   /// forward() has a collective in all processes. `different`: see CrossEntropyForward.
   void set_shards(const Shards& shards, const std::optional<at::Tensor>& different = {});
 
+  /// Sums over a row's columns are those of segments, by pairs: see losses/product.h. For devices that have the
+  /// kernels, and class indices.
+  void set_segments(const VocabNodes& nodes) { nodes_ = nodes; }
+
   /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
   /// float16, where they leave a factor for later, see RowScales.
   enum class Gradients { kNone, kStored, kDeferred };
@@ -102,8 +107,11 @@ class RowJob {
   RowTargets targets(int64_t first_row, int64_t first_column) const;
   void* stat(int64_t row, int64_t first) const;
   void compute_scales();
+  void describe(RowForward& p, const at::Tensor& logits, int64_t first) const;
+  void forward_by_segments(const at::Tensor& logits, int64_t first);
   at::Tensor part_statistics(const at::Tensor& logits, int64_t first) const;
   void combine(const at::Tensor& parts, int64_t first);
+  at::Tensor logits_at(const at::Tensor& logits, const at::Tensor& column, int64_t first) const;
 
   at::Tensor target_;
   std::optional<at::Tensor> weight_;
@@ -123,6 +131,7 @@ class RowJob {
   bool scales_come_last_ = false;
   at::Tensor row_loss_;
   RowOutputs out_;
+  VocabNodes nodes_;
 
   // Of shards alone.
   Shards shards_;

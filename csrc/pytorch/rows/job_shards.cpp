@@ -117,9 +117,7 @@ Tensor RowJob::part_statistics(const Tensor& logits, int64_t first) const {
     values[next].copy_(at::where(local.lt(0), values[0] - unused[0], values[next]));
   }
   if (predict) {
-    auto best = logits.gather(1, predicted.clamp_min(0).unsqueeze(1)).squeeze(1).to(acc_.dtype()) * logit_scale_;
-    if (row_scale_) best = best * row_scale_->narrow(0, first, count);
-    values[rows - 2].copy_(best);
+    values[rows - 2].copy_(logits_at(logits, predicted, first));
     values[rows - 1].copy_(predicted);
   }
   // A part whose logits are all -inf gives nothing.
@@ -129,6 +127,12 @@ Tensor RowJob::part_statistics(const Tensor& logits, int64_t first) const {
     if (!soft_ || row != 4) values[row].masked_fill_(dead, 0);  // T of nothing is 0, M is not
   }
   return values;
+}
+
+// Rows' logits at a column, -1 being any, before the softcap.
+Tensor RowJob::logits_at(const Tensor& logits, const Tensor& column, int64_t first) const {
+  const auto at = logits.gather(1, column.clamp_min(0).unsqueeze(1)).squeeze(1).to(acc_.dtype()) * logit_scale_;
+  return row_scale_ ? at * row_scale_->narrow(0, first, column.size(0)) : at;
 }
 
 // [processes, k, n] of all parts, into the outputs of rows [first, first + n).
@@ -194,6 +198,52 @@ void RowJob::combine(const Tensor& parts, int64_t first) {
   if (out_.predicted_tokens.numel() != 0) {
     const auto index = first_largest(of(wide.size(1) - 2), of(wide.size(1) - 1), shards_);
     rows(out_.predicted_tokens).copy_(index.masked_fill(kept.logical_not(), -1));
+  }
+}
+
+// The states of this process's part of the rows, and the outputs from those of all parts, in their order.
+void RowJob::forward_by_segments(const Tensor& logits, int64_t first) {
+  const int64_t count = logits.size(0);
+  const bool predict = out_.predicted_tokens.numel() != 0;
+  // With two rows behind them for the parts' predictions.
+  const auto states = at::zeros({kRowStates + (predict && shards_ ? 2 : 0), count}, acc_);
+  RowPart part;
+  describe(part, logits, first);
+  part.vocab = vocab_;
+  part.col_offset = shards_ ? shards_.start() : 0;
+  part.segment = nodes_.segment;
+  part.segments = nodes_.mine().segments;
+  part.states = states.data_ptr();
+  Tensor predicted;
+  if (predict && shards_) {
+    predicted = at::zeros({count}, acc_.dtype(at::kLong));
+    part.predicted = predicted.data_ptr();
+  }
+  if (part.segments == 0) {
+    states[kStateMax].fill_(-kInfinity);
+  } else {
+    device_.kernels->part(part, to_dtype(dtype_), device_.stream);
+  }
+  if (predicted.defined()) {
+    states[kRowStates].fill_(-kInfinity);
+    if (logits.size(1) != 0) states[kRowStates].copy_(logits_at(logits, predicted, first));
+    states[kRowStates + 1].copy_(predicted);
+  }
+  if (different_) states.masked_fill_(*different_, std::numeric_limits<double>::quiet_NaN());
+  const auto all = shards_ ? gather_parts(states, shards_) : states.unsqueeze(0);
+  const auto ordered = in_order(all.narrow(1, 0, kRowStates), nodes_);
+  RowWhole whole;
+  describe(whole, logits, first);
+  whole.predicted = nullptr;
+  whole.vocab = vocab_;
+  whole.parts = static_cast<int64_t>(nodes_.order.size());
+  whole.states = ordered.const_data_ptr();
+  for (size_t i = 0; i < nodes_.order.size(); ++i) whole.segments[i] = nodes_.of_rank(nodes_.order[i]).segments;
+  device_.kernels->whole(whole, to_dtype(dtype_), device_.stream);
+  if (predicted.defined()) {
+    const auto index = first_largest(all.select(1, kRowStates), all.select(1, kRowStates + 1), shards_);
+    out_.predicted_tokens.narrow(0, first, count)
+        .copy_(index.masked_fill(kept_.narrow(0, first, count).logical_not(), -1));
   }
 }
 

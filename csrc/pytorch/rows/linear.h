@@ -15,14 +15,16 @@ struct Head {
   Head(const at::Tensor& linear_weight, const std::optional<at::Tensor>& linear_bias, at::ScalarType dtype)
       : weight(linear_weight.to(dtype)), bias(linear_bias.has_value() ? linear_bias->to(dtype) : at::Tensor()) {}
 
-  // out = input @ weight[columns].T + bias[columns], `tile` rows at a time (0: all).
-  void logits(const at::Tensor& out, const at::Tensor& input, int64_t column, int64_t tile = 0) const {
-    const auto w = part(weight, 0, column, out.size(1)).t();
-    by_tiles(out, tile_input(input, tile), tile, [&](at::Tensor z, const at::Tensor& x) {
-      if (bias.defined()) {
-        at::addmm_out(z, part(bias, 0, column, out.size(1)), x, w);
+  // out = input @ weight[columns].T + bias[columns].
+  void logits(const at::Tensor& out, const at::Tensor& input, int64_t column, const FixedProducts& fixed = {}) const {
+    const auto w = part(weight, 0, column, out.size(1));
+    const auto b = bias.defined() ? part(bias, 0, column, out.size(1)) : bias;
+    if (fixed.nodes) return fixed_product(out, input, w, b);
+    by_tiles(out, tile_input(input, fixed.tile), fixed.tile, [&](at::Tensor z, const at::Tensor& x) {
+      if (b.defined()) {
+        at::addmm_out(z, b, x, w.t());
       } else {
-        at::mm_out(z, x, w);
+        at::mm_out(z, x, w.t());
       }
     });
   }
@@ -129,14 +131,15 @@ inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorO
 
 /// The gradients of a head's input, weight and bias, from those of chunks of its logits. With `inplace` the input's are
 /// written over the input. The weight's are added to `grad_weight_into` where that is defined, and the input's come
-/// from products of `tile` rows where that is not 0. With shards the input's are summed over the processes, in acc or,
-/// where the weight's add up in the products' dtype, in that, behind the weight's product and the next chunk's.
+/// from `fixed` products. With shards the input's are summed over the processes, in acc or, where the weight's add up
+/// in the products' dtype, in that, behind the weight's product and the next chunk's; those of fixed products are
+/// gathered and summed in their order.
 class ChunkGradients {
  public:
   ChunkGradients(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                  int64_t vocab, const LinearPlan& plan, std::array<bool, 3> needs_grad, bool inplace,
-                 const at::Tensor& grad_weight_into = {}, int64_t tile = 0)
-      : needs_grad_(needs_grad), inplace_(inplace), tile_(tile) {
+                 const at::Tensor& grad_weight_into = {}, const FixedProducts& fixed = {})
+      : needs_grad_(needs_grad), inplace_(inplace), fixed_(fixed) {
     const auto product = product_type(input), acc = acc_type(product);
     if (needs_grad[0]) input_ = inplace ? input : at::empty_like(input, at::MemoryFormat::Contiguous);
     // One chunk, or the lean choice, adds up in the result itself, where a product can be written into it.
@@ -172,8 +175,12 @@ class ChunkGradients {
     const bool direct = block.scalar_type() == z.scalar_type();
     const auto product = direct ? block : at::empty(block.sizes(), z.options());
     if (inplace_ && direct) begin_overwriting("the input");
-    by_tiles(product, z, tile_,
-             [&](const at::Tensor& out, const at::Tensor& rows) { multiply(out, rows, head.weight, /*add=*/false); });
+    if (fixed_.nodes) {
+      fixed_product(product, z, head.weight, {}, fixed_.nodes);
+    } else {
+      by_tiles(product, z, fixed_.tile,
+               [&](const at::Tensor& out, const at::Tensor& rows) { multiply(out, rows, head.weight, /*add=*/false); });
+    }
     if (direct) return;
     if (inplace_) begin_overwriting("the input");
     block.copy_(product);
@@ -200,15 +207,24 @@ class ChunkGradients {
  private:
   void start_sum(const Head& head, const at::Tensor& x, const at::Tensor& z, int64_t first) {
     const auto acc = acc_type(z.scalar_type());
+    first_ = first;
+    if (fixed_.nodes) {
+      sum_ = at::empty(x.sizes(), z.options());
+      fixed_product(sum_, z, head.weight, {}, fixed_.nodes);
+      return;
+    }
     sum_ = at::empty(x.sizes(), z.options().dtype(sum_dtype_ == z.scalar_type() ? z.scalar_type() : acc));
     multiply(sum_, z, head.weight, /*add=*/false);
-    first_ = first;
     fusegrad::start_sum(sum_, shards_);
   }
   // In place it writes rows that the weight's product has read by then.
   void finish_sum() {
     if (!sum_.defined()) return;
-    fusegrad::finish_sum(sum_, shards_);
+    if (fixed_.nodes) {
+      sum_ = sum_by_pairs(gather_parts(sum_, shards_), fixed_.nodes);
+    } else {
+      fusegrad::finish_sum(sum_, shards_);
+    }
     if (inplace_) begin_overwriting("the input");
     part(input_, 0, first_, sum_.size(0)).copy_(sum_);
     sum_ = at::Tensor();
@@ -216,7 +232,7 @@ class ChunkGradients {
 
   std::array<bool, 3> needs_grad_;
   bool inplace_;
-  int64_t tile_;
+  FixedProducts fixed_;
   at::Tensor input_;
   Sum weight_, bias_;
   Shards shards_;

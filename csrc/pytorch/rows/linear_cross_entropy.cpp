@@ -82,17 +82,17 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstre
   return gradients;
 }
 
-// The same in chunks of rows, whose logits and whose gradient of the input come from products of `tile` rows.
-LinearGradients gradients_by_tiles(RowJob& job, const Head& head, const Upstream& upstream,
-                                   const LinearCrossEntropyBackward& call, LinearPlan plan, int64_t tile,
-                                   const Kept& kept, const Tensor& into) {
+// The same in chunks of rows, whose logits and whose gradient of the input come from fixed products where they must.
+LinearGradients gradients_by_rows(RowJob& job, const Head& head, const Upstream& upstream,
+                                  const LinearCrossEntropyBackward& call, LinearPlan plan, const FixedProducts& fixed,
+                                  const Kept& kept, const Tensor& into) {
   const auto& input = call.input;
   const int64_t rows = input.size(0), columns = head.weight.size(0);
   const auto dtype = head.weight.scalar_type();
-  plan.rows = kept.logits.defined() ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, tile);
+  plan.rows = kept.logits.defined() ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, fixed.tile);
   plan.accumulator &= plan.rows < rows;
   ChunkGradients chunks(input, call.linear_weight, call.linear_bias, columns, plan, call.needs_grad, /*inplace=*/false,
-                        call.needs_grad[1] ? into : Tensor(), tile);
+                        call.needs_grad[1] ? into : Tensor(), fixed);
   chunks.set_shards(call.shards, call.linear.accumulate_dtype);
   const auto buffer =
       kept.overwrite ? kept.logits : logits_buffer(std::min(plan.rows, rows), columns, head.weight.options());
@@ -101,7 +101,7 @@ LinearGradients gradients_by_tiles(RowJob& job, const Head& head, const Upstream
   for (int64_t first = 0; any && first < rows; first += plan.rows) {
     const int64_t count = std::min(plan.rows, rows - first);
     const auto x = part(input, 0, first, count).to(dtype), z = part(buffer, 0, 0, count);
-    if (!kept.logits.defined()) head.logits(z, x, 0, tile);
+    if (!kept.logits.defined()) head.logits(z, x, 0, fixed);
     job.gradient(upstream, kept.logits.defined() ? kept.logits : z, 0, z, first);
     chunks.add(head, x, z, first);
   }
@@ -131,21 +131,23 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   sizes.low_precision_result = linear_weight.scalar_type() != linear.accumulate_dtype.value_or(acc);
   sizes.by_columns = !shards;
   auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
-  const int64_t tile = tile_rows(options.aux, input.device());
-  plan.rows = keep ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, tile);
+  const auto fixed = FixedProducts::of("linear_cross_entropy", options.aux, input.device(), shards, vocab);
+  plan.rows = keep ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, fixed.tile);
   const bool over_rows = any_gradient && plan.columns == 0;
 
   const Head head(linear_weight, linear_bias, dtype);
   RowJob job(target, weight, token_weight, options, linear.logit_scale, rows, vocab, dtype);
   job.set_row_scale(row_scale);
   job.set_shards(shards, different);
+  job.set_segments(fixed.nodes);
   using Gradients = RowJob::Gradients;
   job.begin_forward(normalizer, !any_gradient                      ? Gradients::kNone
                                 : input.scalar_type() == at::kHalf ? Gradients::kDeferred
                                                                    : Gradients::kStored);
 
   const std::array<bool, 3> over = over_rows ? needs_grad : std::array<bool, 3>{};
-  ChunkGradients chunks(input, linear_weight, linear_bias, columns, plan, over, inplace);
+  ChunkGradients chunks(input, linear_weight, linear_bias, columns, plan, over, inplace, /*grad_weight_into=*/{},
+                        fixed);
   chunks.set_shards(shards, linear.accumulate_dtype);
   auto kept = at::empty({0}, input.options());
   if (vocab != 0 || keep) {
@@ -159,7 +161,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
       const int64_t count = std::min(plan.rows, rows - first);
       const auto z = part(buffer, 0, 0, count);
       const auto x = part(input, 0, first, count).to(dtype);
-      head.logits(z, x, 0, tile);
+      head.logits(z, x, 0, fixed);
       job.forward(z, first, over_rows);
       if (over_rows) chunks.add(head, x, z, first);
     }
@@ -196,7 +198,9 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
   job.resume(call.lse, call.stats, call.scales);
   const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, linear_weight.size(0)), inplace} : Kept();
   const Head head(linear_weight, linear_bias, dtype);
-  if (const int64_t tile = tile_rows(call.options.aux, input.device()); tile != 0 || shards) {
+  const auto fixed = FixedProducts::of("linear_cross_entropy", call.options.aux, input.device(), shards,
+                                       shards ? shards.vocab() : linear_weight.size(0));
+  if (fixed || shards) {
     LinearSizes sizes;
     sizes.rows = input.size(0);
     sizes.hidden = input.size(1);
@@ -208,7 +212,7 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
         !into.defined() && linear_weight.scalar_type() != call.linear.accumulate_dtype.value_or(acc_type(dtype));
     sizes.by_columns = false;
     const auto plan = plan_linear(sizes, budget_bytes(call.linear.workspace_mib));
-    return to_tuple(gradients_by_tiles(job, head, Upstream::of(call), call, plan, tile, kept, into), input,
+    return to_tuple(gradients_by_rows(job, head, Upstream::of(call), call, plan, fixed, kept, into), input,
                     linear_weight, linear_bias);
   }
   const auto gradients = gradients_by_columns(

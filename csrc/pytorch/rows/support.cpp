@@ -25,6 +25,12 @@ LinearSizes linear_sizes(const Call& call) {
   return sizes;
 }
 
+template <class Call>
+FixedProducts fixed_products(const Call& call) {
+  const int64_t vocab = call.shards ? call.shards.vocab() : call.linear_weight.size(0);
+  return FixedProducts::of("linear_cross_entropy", call.aux, call.input.device(), call.shards, vocab);
+}
+
 Tensor support_logits(const SupportLogits& call) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
@@ -32,8 +38,8 @@ Tensor support_logits(const SupportLogits& call) {
   const auto dtype = product_type(call.input);
   const auto options = call.input.options().dtype(dtype);
   auto plan = plan_linear(sizes, budget_bytes(call.workspace_mib));
-  const int64_t tile = tile_rows(call.aux, call.input.device());
-  plan.rows = whole_tiles(plan.rows, tile);
+  const auto fixed = fixed_products(call);
+  plan.rows = whole_tiles(plan.rows, fixed.tile);
   const Head head(call.linear_weight, call.linear_bias, dtype);
   const auto out = at::empty({sizes.rows, call.index.size(1)}, options.dtype(acc_type(dtype)));
   const int64_t vocab = call.linear_weight.size(0);
@@ -42,7 +48,7 @@ Tensor support_logits(const SupportLogits& call) {
   for (int64_t first = 0; vocab != 0 && first < sizes.rows; first += plan.rows) {
     const int64_t count = std::min(plan.rows, sizes.rows - first);
     const auto z = part(buffer, 0, 0, count);
-    head.logits(z, part(call.input, 0, first, count).to(dtype), 0, tile);
+    head.logits(z, part(call.input, 0, first, count).to(dtype), 0, fixed);
     part(out, 0, first, count).copy_(z.gather(1, part(columns, 0, first, count)));
   }
   if (call.shards) {
@@ -63,10 +69,10 @@ LinearGradientTuple support_gradients(const SupportLogitsBackward& call, const T
   sizes.weight_grad = needs_grad[1];
   sizes.low_precision_result = !into.defined() && weight.scalar_type() != accumulate_dtype.value_or(acc_type(dtype));
   auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
-  const int64_t tile = tile_rows(aux, input.device());
-  plan.rows = whole_tiles(plan.rows, tile);
+  const auto fixed = fixed_products(call);
+  plan.rows = whole_tiles(plan.rows, fixed.tile);
   const Head head(weight, bias, dtype);
-  ChunkGradients chunks(input, weight, bias, vocab, plan, needs_grad, /*inplace=*/false, into, tile);
+  ChunkGradients chunks(input, weight, bias, vocab, plan, needs_grad, /*inplace=*/false, into, fixed);
   chunks.set_shards(shards, accumulate_dtype);
   // What is no column goes to one behind the last.
   const auto none = index.lt(0).logical_or_(index.ge(vocab));

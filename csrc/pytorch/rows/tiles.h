@@ -8,15 +8,29 @@
 #include <cstdint>
 
 #include "pytorch/rows/job.h"
+#include "pytorch/rows/segments.h"
 
 namespace fusegrad {
 
-/// Rows of each product of a call that asks for batch invariance; 0: a product takes whatever rows there are. On the
-/// GPU few rows make products slow, and many make small calls slow, whose rows are filled up (docs/losses.md).
-inline int64_t tile_rows(int64_t aux, const at::Device& device) {
-  if ((aux & kBatchInvariant) == 0) return 0;
-  return device.is_cpu() ? 64 : 512;
-}
+/// How the products of a call are made whose rows must be the same whatever others there are; by default it need not
+/// be.
+struct FixedProducts {
+  int64_t tile = 0;  ///< libraries' products, of so many rows each: what a device without products of ours has
+  VocabNodes nodes;  ///< else ours, with sums over the vocabulary by these
+
+  static FixedProducts of(const char* op, int64_t aux, const at::Device& device, const Shards& shards, int64_t vocab) {
+    if ((aux & kBatchInvariant) == 0) return {};
+    if (row_device(device).kernels->product != nullptr) return {0, vocab_nodes(op, shards, vocab)};
+    // Few rows make products slow, and many make small calls slow, whose rows are filled up (docs/losses.md).
+    return {512, {}};
+  }
+  explicit operator bool() const { return tile != 0 || nodes; }
+};
+
+/// Our product of a [N, K] with the columns of b^T, b [M, K], and a bias [M] where it is defined; or with `nodes` of
+/// this process's part of a vocabulary, K, with b [K, M]. All of one dtype, into `out` [N, M].
+void fixed_product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {},
+                   const VocabNodes& nodes = {});
 
 /// Rows of a chunk as whole tiles, at least one.
 inline int64_t whole_tiles(int64_t rows, int64_t tile) {

@@ -119,6 +119,8 @@ def test_linear_cross_entropy(needs: Sequence[int], reduction: str, again: int) 
     assert ours == plain + (2 * N * H * V if again and any(needs) else 0)
     if not again:
         assert plain == 2 * N * H * V * (1 + sum(needs))
+    called = torch.ops.fusegrad.linear_log_prob_forward
+    assert count(lambda: called(x.detach(), w.detach(), target)) == 2 * N * H * V
 
 
 def test_transforms_of_linear_cross_entropy() -> None:

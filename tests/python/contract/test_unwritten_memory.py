@@ -156,7 +156,9 @@ def log_probs(device: str, dtype: torch.dtype) -> set[str]:
                 seen |= outputs.seen
             else:
                 seen |= check(f, x, w, b, what=what, orders=orders)
-    return seen
+    with Outputs("linear_log_prob_forward") as outputs:
+        torch.ops.fusegrad.linear_log_prob_forward(x, w, target, b, row_scale=scale)
+    return seen | outputs.seen
 
 
 def divergences(device: str, dtype: torch.dtype) -> set[str]:

@@ -13,7 +13,7 @@ from support import DEVICE_DTYPES, assert_as_good_as_eager
 from test_aux_gradients import AUX, compare
 from torch import Tensor
 
-ROWS = {"cpu": 150, "cuda": 1100}  # of two whole tiles and a part of one
+ROWS = {"cpu": 150, "cuda": 1100}  # on CUDA two whole tiles and a part of one
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"softcap": 5.0, "bias": True},
@@ -89,6 +89,107 @@ def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
         rows,
         ("rrrr", "--re"),
     )
+
+
+def scored(hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> list[Tensor]:
+    """log_prob, entropy, and the gradient of the hidden states of their weighted sum."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = fusegrad.linear_log_prob(hidden, weight, target, batch_invariant=True, **options)
+    value = out.log_prob.sum() if out.entropy is None else (out.log_prob - 0.3 * out.entropy).sum()
+    value.backward()
+    assert hidden.grad is not None
+    return [out.log_prob.detach(), out.entropy if out.entropy is None else out.entropy.detach(), hidden.grad]
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Whether these are the same numbers, NaN and the signs of zeros too."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
+    return found.contiguous().view(kind).equal(expected.contiguous().view(kind))
+
+
+@rows_of("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_walk(dtype: torch.dtype) -> None:
+    """Rows alone, in chunks, in other orders, between rows of padding, with other budgets, outputs and threads, kept
+    and recomputed: sizes that are no multiples of any block, and sums of several blocks."""
+    torch.manual_seed(0)
+    rows, width, vocab = 300, 530, 3001
+    hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(vocab, width).mul(0.2).to(dtype)
+    target = torch.randint(0, vocab, (rows,))
+    target[::11] = -100
+    packed = scored(hidden, weight, target)
+
+    def check(name: str, found: list[Tensor], index: Tensor | slice) -> None:
+        for i, (ours, whole) in enumerate(zip(found, packed, strict=True)):
+            assert ours is None or same_bits(ours, whole[index]), f"{name}: result {i}"
+
+    for size in (1, 7, 64, 100):
+        starts = range(0, rows, size) if size > 7 else (0, 77, rows - size)
+        for start in starts:
+            part = slice(start, start + size)
+            check(f"rows {start} to {start + size}", scored(hidden[part], weight, target[part]), part)
+    order = torch.randperm(rows)
+    check("permuted", scored(hidden[order], weight, target[order]), order)
+    many = torch.arange(1000) % rows
+    check("1000 rows", scored(hidden[many], weight, target[many]), many)
+    padded, labels = torch.full((2 * rows, width), torch.nan, dtype=dtype), torch.full((2 * rows,), -100)
+    padded[1::2], labels[1::2] = hidden, target
+    check("padded", [t[1::2] for t in scored(padded, weight, labels)], slice(None))
+    for budget in (0, 1, 2, 64):
+        check(f"workspace_mib={budget}", scored(hidden, weight, target, workspace_mib=budget), slice(None))
+    into = torch.zeros(vocab, width, dtype=packed[0].dtype)
+    check("into a buffer", scored(hidden, weight, target, grad_weight_into=into), slice(None))
+    strided = weight.t().contiguous().t()
+    check("a transposed weight", scored(hidden, strided, target), slice(None))
+    alone = scored(hidden, weight, target, return_entropy=False)
+    assert same_bits(alone[0], packed[0])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            check(f"{count} threads", scored(hidden, weight, target), slice(None))
+            check(f"{count} threads, one row", scored(hidden[40:41], weight, target[40:41]), slice(40, 41))
+    finally:
+        torch.set_num_threads(threads)
+    for index in (slice(None), slice(5, 6), order):
+        found = torch.ops.fusegrad.linear_log_prob_forward(hidden[index], weight, target[index])
+        check("an engine's call", [found[0], found[1], packed[2][index]], index)
+
+
+@rows_of("dtype", [torch.float32, torch.float64])
+def test_infinities(dtype: torch.dtype) -> None:
+    """Columns that a bias of -inf takes out, a whole segment of them and all, as plain formulas have them."""
+    rows, width, vocab = 5, 9, 67
+    hidden, weight = torch.randn(rows, width, dtype=dtype), torch.randn(vocab, width, dtype=dtype)
+    bias = torch.randn(vocab, dtype=dtype)
+    bias[:20] = -torch.inf
+    target = torch.arange(rows) + 30
+    for added in (bias, torch.full((vocab,), -torch.inf, dtype=dtype)):
+        out = fusegrad.linear_log_prob(hidden, weight, target, linear_bias=added, batch_invariant=True)
+        wide = [t.double() for t in (hidden, weight, added)]
+        truth = torch.nn.functional.linear(*wide).log_softmax(-1)
+        expected = truth.gather(1, target[:, None])[:, 0].to(dtype)
+        torch.testing.assert_close(out.log_prob, expected, equal_nan=True)
+
+
+def test_engine_call() -> None:
+    """The op without a graph: no gradient, wrong calls refused, the same values for all that linear_log_prob takes."""
+    hidden, weight = torch.randn(6, 5, requires_grad=True), torch.randn(40, 5, requires_grad=True)
+    target, scale = torch.randint(0, 40, (2, 3)), torch.rand(2, 3) + 0.5
+    states, op = hidden.view(2, 3, 5), torch.ops.fusegrad.linear_log_prob_forward
+    expected = fusegrad.linear_log_prob(states, weight, target, logit_scale=scale, softcap=4.0, batch_invariant=True)
+    log_prob, entropy, lse = op(states.detach(), weight.detach(), target, softcap=4.0, row_scale=scale)
+    assert same_bits(log_prob, expected.log_prob.detach()) and expected.entropy is not None
+    assert same_bits(entropy, expected.entropy.detach())
+    logits = 4 * ((states @ weight.T) * scale[..., None] / 4).tanh()
+    torch.testing.assert_close(lse, logits.logsumexp(-1).detach())
+    assert op(states.detach(), weight.detach(), target, return_entropy=False)[1].numel() == 0
+    with pytest.raises(RuntimeError, match="linear_log_prob_forward"):
+        op(states, weight, target)[0].sum().backward()
+    with pytest.raises(ValueError, match="target of class indices must have shape"):
+        op(states.detach(), weight.detach(), target[0])
+    with pytest.raises(IndexError):
+        op(states.detach(), weight.detach(), target + 40)
+    torch.library.opcheck(op.default, (states.detach(), weight.detach(), target))
 
 
 def test_into_a_buffer_and_means() -> None:

@@ -1,0 +1,39 @@
+// Products of the linear losses whose elements depend on their row and their column alone: the same bits whatever other
+// rows are in a call, however they are cut, on however many threads and, for sums over a vocabulary, by however many
+// processes (docs/losses.md).
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace fusegrad {
+
+/// A vocabulary is sixteen segments of ceil(V / 16) columns; the last ones may have fewer, or none. Every sum over its
+/// columns is one over each segment, in one order, and then of these by pairs: the sum of 16 is that of the first 8 and
+/// that of the last 8, and so on down. A process that has 1, 2, 4, 8 or 16 segments from a multiple of as many on has
+/// one of these sums, whatever the others have.
+constexpr int64_t kVocabSegments = 16;
+
+inline int64_t vocab_segment(int64_t vocab) { return (vocab + kVocabSegments - 1) / kVocabSegments; }
+
+/// Of matrices of one dtype, float32 or float64, whose rows are dense:
+///   segments 0:  out = a @ b^T + bias,   b [cols, terms]
+///   else:        out = a @ b,            b [terms, cols], terms in so many segments (a power of two) of `segment`
+///   terms
+struct Product {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t terms = 0;
+  const void* a = nullptr;  // [rows, terms]
+  int64_t a_stride = 0;     // elements between rows
+  const void* b = nullptr;
+  int64_t b_stride = 0;
+  const void* bias = nullptr;  // [cols], or null: 0
+  void* out = nullptr;         // [rows, cols]
+  int64_t out_stride = 0;
+  int64_t segment = 0;
+  int64_t segments = 0;
+};
+
+}  // namespace fusegrad
