@@ -230,8 +230,8 @@ def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return q >= kv
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
+@rows_of(
+    "call, error, message",
     [
         (
             lambda: bm.create_block_mask(causal, 1, 1, -1, 4),

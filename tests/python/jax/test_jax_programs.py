@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from coverings import rows_of
 from jax_attention_support import (  # first: it says what devices JAX makes
     OP,
     case,
@@ -162,7 +163,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change, error, message", BAD, ids=[str(i) for i in range(len(BAD))])
+@rows_of("change, error, message", BAD)
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments: dict[str, Any] = {name: np.ones((2, 4, 8, 16), np.float32) for name in ("query", "key", "value")}
     arguments.update(change)
