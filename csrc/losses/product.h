@@ -17,7 +17,7 @@ constexpr int64_t kVocabSegments = 16;
 
 inline int64_t vocab_segment(int64_t vocab) { return (vocab + kVocabSegments - 1) / kVocabSegments; }
 
-/// Of matrices of one dtype, float32 or float64, whose rows are dense:
+/// A product of matrices of one dtype, float32 or float64, whose rows are dense:
 ///   segments 0:  out = a @ b^T + bias,   b [cols, terms]
 ///   else:        out = a @ b,            b [terms, cols], terms in so many segments (a power of two) of `segment`
 ///   terms

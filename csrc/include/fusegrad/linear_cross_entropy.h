@@ -87,7 +87,7 @@ struct LogProbForward {
 };
 
 /// linear_log_prob without a graph, for inference engines: no gradient is recorded whatever requires one, nothing waits
-/// for the device, and a call may be captured in a CUDA graph. The values are linear_log_prob's, bit by bit. Not with a
+/// for the device. The values are linear_log_prob's, bit by bit. Not with a
 /// support or grad_weight_into. From Python: torch.ops.fusegrad.linear_log_prob_forward, where batch_invariant is true
 /// unless it is given.
 LogProbForward linear_log_prob_forward(const at::Tensor& input, const at::Tensor& linear_weight,

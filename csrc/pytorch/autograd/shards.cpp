@@ -7,7 +7,7 @@
 namespace fusegrad {
 namespace row_ops {
 
-/// Of an op of one tensor that is linear in it.
+/// An op of one tensor that is linear in it.
 template <class Call, class Transpose>
 struct LinearOp {
   static constexpr const char* kName = "a sharded vocabulary";
