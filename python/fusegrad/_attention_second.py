@@ -20,12 +20,12 @@ from torch import Tensor
 from ._attention_composite import Call, Tensors
 from ._score_mod_torch import Values, adds_reads, evaluate_reads
 
-__all__ = ["second_derivatives", "takes"]
+__all__ = ["MOST_HEAD", "second_derivatives", "takes"]
 
 # What the kernel writes of a chunk of pairs, at most, where that is more than _ROWS queries of a group of heads.
 _CHUNK_BYTES = 2**29
 _ROWS = 128  # chunks of queries begin at multiples of it
-_MOST_HEAD = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+MOST_HEAD = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 _INPUTS = 3  # query, key, value
 
 
@@ -41,7 +41,7 @@ def takes(
     captured = frozenset(i - _INPUTS for i in (*moving, *results) if i not in known)
     return (
         query.is_cuda
-        and max(query.size(3), value.size(3)) <= _MOST_HEAD.get(query.dtype, 0)
+        and max(query.size(3), value.size(3)) <= MOST_HEAD.get(query.dtype, 0)
         and all(t.numel() > 0 for t in tensors[:_INPUTS])
         and call.dropout_p == 0
         and not asked[2]

@@ -244,8 +244,8 @@ def flex_attention(
     lengths, and gives gradients to everything that the score_mod captures. See docs/flex_attention.md.
 
     Args:
-        query: ``[B, H, M, D]``, any strides; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D and E
-            are at most 256.
+        query: ``[B, H, M, D]``, any strides; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D is
+            at most 576 and E at most 512.
         key: ``[B or 1, Hkv, N, D]``, of the query's dtype.
         value: ``[B or 1, Hkv, N, E]``. All three may be nested tensors ``[B, H, j, D]`` of layout ``torch.jagged``:
             then each sequence attends to itself alone, unless a block_mask for the packed sequences says otherwise

@@ -13,12 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import _C
 from ._arguments import checked
+from ._attention_second import MOST_HEAD as _MOST_OF_SECOND
 from .score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
 
 __all__ = ["compile_flex"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_HEAD = 256
+_MOST_HEAD = {"head_size": 576, "value_size": 512}
 
 # What decides between kernels beside the lengths: how many CTAs there are and whether batches fill the GPU. Calls of
 # other sizes find their kernels among those of these, or compile one more.
@@ -92,8 +93,8 @@ def compile_flex(
     Args:
         score_mod: As for the call. Captured tensors count with their dtypes, sizes, strides and ``requires_grad``.
         mask_mod: The mask_mod of the call's block mask; None where there is no block mask.
-        head_size: D of query and key, at most 256.
-        value_size: E of the values; by default D.
+        head_size: D of query and key, at most 576.
+        value_size: E of the values, at most 512; by default D.
         dtype: bfloat16, float16 or float32.
         block_mask: A block mask whose mask_mod and block size are used, in place of mask_mod and block_size.
         block_size: The block size of the call's block mask, for queries and keys.
@@ -122,8 +123,9 @@ def compile_flex(
     """
     value_size = head_size if value_size is None else value_size
     for name, size in (("head_size", head_size), ("value_size", value_size)):
-        if not 1 <= size <= _MOST_HEAD:
-            raise ValueError(f"compile_flex: {name} must be a whole number from 1 to {_MOST_HEAD}, but got {size!r}")
+        most = _MOST_HEAD[name]
+        if not 1 <= size <= most:
+            raise ValueError(f"compile_flex: {name} must be a whole number from 1 to {most}, but got {size!r}")
     if dtype not in _DTYPES:
         raise TypeError(f"compile_flex: dtype must be bfloat16, float16 or float32, but got {dtype}")
     if block_mask is not None and mask_mod is not None:
@@ -192,6 +194,7 @@ def compile_flex(
         asked.append({"direction": "tangents", "buffer_tangents": [b.is_floating_point() for b in buffers]})
     if second_derivatives:
         asked.append({"direction": "tangents", "buffer_tangents": [False] * len(buffers), "training": False})
+    if second_derivatives and max(head_size, value_size) <= _MOST_OF_SECOND[dtype]:
         asked += [{"direction": "pair_tangents", "grad_out_tangent": of_grad_out} for of_grad_out in (False, True)]
     shapes = _shapes(batch, both, lengths, score)
     few = [(1, (1, 1), lengths) for lengths in _FEW_QUERIES] if few_queries else []

@@ -111,6 +111,7 @@ FlexCase make_case(py::Fields fields) {
   fields.read("ordered", c.ordered);
   fields.read("whole", c.whole);
   fields.check_all_read();
+  c.wide = std::max(c.head_size, c.value_size) > kMostCols;
   c.kernel = kernel_named(kernel);
   c.grad_out_tangent = kernel == "pair_tangents of grad_out";
   c.dtype = dtype_named(dtype);
@@ -302,6 +303,9 @@ void bind(py::Module m) {
   m.def(
       "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
       "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
+  m.def("force_shared_limit", &force_flex_shared_limit, py::arg("bytes"),
+        "For tests and benchmarks: plan as on a GPU with at most so many bytes of shared memory a CTA, such as 101376 "
+        "of sm_86, sm_89 and sm_120; 0: this GPU's own.");
   m.def("force_whole", &force_flex_whole, py::arg("whole"),
         "For tests: 1: a backward's CTA takes all keys of a head wherever it can; 0: nowhere; -1: where it pays.");
   m.def(

@@ -59,10 +59,11 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
                        "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
                        value.sym_sizes().slice(0, 3));
   if (query.is_cuda()) {
-    constexpr int64_t kMostHead = 256;
-    for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"query", query}, {"value", value}}) {
-      TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= kMostHead, kOp, ": ", name, " must have a head size of at most ",
-                                  kMostHead, " on CUDA, but got ", t.sym_size(3));
+    constexpr int64_t kMostHead = 576, kMostValue = 512;
+    for (const auto& [name, t, most] :
+         {std::tuple<const char*, const Tensor&, int64_t>{"query", query, kMostHead}, {"value", value, kMostValue}}) {
+      TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= most, kOp, ": ", name, " must have a head size of at most ", most,
+                                  " on CUDA, but got ", t.sym_size(3));
     }
   }
   FUSEGRAD_CHECK_VALUE(key.sym_size(0) == query.sym_size(0) || key.sym_size(0) == 1, kOp,

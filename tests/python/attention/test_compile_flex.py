@@ -155,8 +155,8 @@ def test_short_sequences_have_kernels_of_their_own() -> None:
 
 
 BAD = [
-    ({"head_size": 0}, ValueError, "head_size must be a whole number from 1 to 256, but got 0"),
-    ({"value_size": 257}, ValueError, "value_size must be a whole number from 1 to 256, but got 257"),
+    ({"head_size": 0}, ValueError, "head_size must be a whole number from 1 to 576, but got 0"),
+    ({"value_size": 513}, ValueError, "value_size must be a whole number from 1 to 512, but got 513"),
     ({"dtype": torch.float64}, TypeError, "dtype must be bfloat16, float16 or float32, but got torch.float64"),
     ({"mask_mod": causal, "block_size": 0}, ValueError, "block_size must be one or two positive numbers, but got 0"),
     ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, but got 1.0"),

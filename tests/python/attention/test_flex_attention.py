@@ -148,7 +148,6 @@ def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
 WIDE = [Sizes(1, 4, 33, 70, 512, 512, Hkv=2), Sizes(1, 2, 40, 40, 576, 512), Sizes(2, 1, 17, 20, 300, 257)]
 
 
-@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @rows_of("sizes", WIDE)
 def test_heads_of_more_than_256(dtype: torch.dtype, sizes: Sizes) -> None:

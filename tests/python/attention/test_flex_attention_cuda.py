@@ -486,6 +486,54 @@ def test_no_memory_in_the_backward_is_an_error_and_no_more() -> None:
     assert all(torch.equal(x, y) for x, y in zip(before, step(deterministic=True), strict=True))
 
 
+# --- wide heads -----------------------------------------------------------------------------------------------
+
+
+def wide_step(
+    dtype: torch.dtype, d: int, e: int, wants: tuple[bool, bool, bool] = (True, True, True), **options
+) -> list[Tensor]:
+    """Output and gradients, of a bias too, with grouped heads under a causal mask."""
+    torch.manual_seed(0)
+    shapes = [(2, 4, 150, d), (2, 2, 170, d), (2, 2, 170, e)]
+    held = [torch.randn(s).to(dtype).requires_grad_(w) for s, w in zip(shapes, wants, strict=True)]
+    bias = torch.randn(150, 170).requires_grad_()
+    mask = create_block_mask(causal, None, None, 150, 170, device=DEVICE, BLOCK_SIZE=(32, 48))
+    q, k, v = (t * 1 for t in held)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i, j], mask, enable_gqa=True, **options)
+    given = [*(t for t in held if t.requires_grad), bias]
+    return [out, *torch.autograd.grad(out, given, torch.randn_like(out))]
+
+
+WIDE = [(512, 512), (576, 512), (300, 257), (64, 512), (512, 64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", WIDE, ids=str)
+def test_wide_heads_in_place_and_in_one_order(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    usual = wide_step(dtype, *sizes)
+    for options in ({"inplace": True}, {"deterministic": True}):
+        for x, y in zip(wide_step(dtype, *sizes, **options), usual, strict=True):
+            assert relative(x, y) <= (1e-5 if x.dtype == torch.float32 else 1e-2)
+    again = [wide_step(dtype, *sizes, deterministic=True) for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(*again, strict=True))
+
+
+@pytest.mark.parametrize("wants", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_wide_heads_of_which_one_gets_a_gradient(wants: tuple[bool, bool, bool], inplace: bool) -> None:
+    _, *all_of = wide_step(torch.bfloat16, 576, 512)
+    _, gradient, of_bias = wide_step(torch.bfloat16, 576, 512, wants, inplace=inplace)
+    assert relative(gradient, all_of[wants.index(True)]) <= 1e-2
+    assert relative(of_bias, all_of[3]) <= 1e-5
+
+
+def test_wide_heads_of_few_queries_split_their_keys() -> None:
+    q, k, v = (torch.randn(1, 2, n, d).bfloat16() for n, d in ((3, 576), (5000, 576), (5000, 512)))
+    out = flex_attention(q, k, v)
+    (truth, *_) = dense(q.double(), k.double(), v.double(), None)
+    assert relative(out, truth) <= 1e-2
+
+
 # --- bad input ------------------------------------------------------------------------------------------------
 
 
@@ -493,9 +541,11 @@ def test_what_the_gpu_does_not_have() -> None:
     q = torch.randn(1, 1, 16, 16, dtype=torch.float64)
     with pytest.raises(TypeError, match="query must be float32, bfloat16 or float16 on CUDA, but got Double"):
         flex_attention(q, q, q)
-    wide = torch.randn(1, 1, 16, 257)
-    with pytest.raises(NotImplementedError, match="query must have a head size of at most 256 on CUDA, but got 257"):
-        flex_attention(wide, wide, wide)
+    wide, narrow = torch.randn(1, 1, 16, 577), torch.randn(1, 1, 16, 513)
+    with pytest.raises(NotImplementedError, match="query must have a head size of at most 576 on CUDA, but got 577"):
+        flex_attention(wide, wide, narrow)
+    with pytest.raises(NotImplementedError, match="value must have a head size of at most 512 on CUDA, but got 513"):
+        flex_attention(narrow, narrow, narrow)
     x = torch.randn(1, 1, 16, 16)
     with pytest.raises(ValueError, match="key must be on the query's device cuda:0, but got cpu"):
         flex_attention(x, x.cpu(), x)

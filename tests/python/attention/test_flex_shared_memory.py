@@ -15,8 +15,20 @@ from needs import needs_flex_compiler
 pytestmark = [needs_flex_compiler, pytest.mark.cpu_only]
 
 B, H, S = 2, 4, 333
-# Where no tile fits 99 KiB: the direction and the head size, in float32.
-TOO_LARGE = {("backward", 256), ("pair_tangents", 192), ("pair_tangents", 256)}
+SIZES = [(16, 16), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (64, 512), (512, 512), (576, 512)]
+# Larger ones have second derivatives of formulas.
+MOST_OF_PAIR_TANGENTS = {"bfloat16": 256, "float32": 128}
+
+
+def too_large(architecture: str, dtype: str, sizes: tuple[int, int], direction: str, deterministic: bool) -> bool:
+    """Where no tile fits: wide heads keep whole rows of queries and keys in shared memory."""
+    if max(sizes) <= 256 or architecture == "90a":
+        return False
+    if architecture == "80":
+        return dtype == "float32" and sizes[0] >= 512 and deterministic
+    if dtype == "bfloat16":
+        return sizes[0] > 512 and deterministic
+    return deterministic or (sizes[0] >= 512 and direction != "forward")
 
 
 @rows_of("case", score_mods.CASES, tests=4)
@@ -36,18 +48,57 @@ def test_every_call_has_a_plan(case: score_mods.Case) -> None:
         {"direction": "pair_tangents", "grad_out_tangent": True},
     )
     common = {**mods, "block_size": (128, 128) if mask else None, "full_float32": True, "training": True}
-    for architecture, dtype, size in itertools.product(
-        ("86", "120", "90a"), ("bfloat16", "float32"), (16, 64, 96, 128, 192, 256)
+    for architecture, dtype, sizes, one in itertools.product(
+        ("80", "86", "120", "90a"), ("bfloat16", "float32"), SIZES, directions
     ):
-        for one in directions:
-            fields = {**common, **one, "dtype": dtype, "shape": [B, H, S, B, H, S, size, size]}
-            fields["dropout"] = one.get("deterministic", False)
+        direction, deterministic = one["direction"], one.get("deterministic", False)
+        if direction == "pair_tangents" and max(sizes) > MOST_OF_PAIR_TANGENTS[dtype]:
+            continue
+        fields = {**common, **one, "dtype": dtype, "shape": [B, H, S, B, H, S, *sizes], "dropout": deterministic}
 
-            def plan(fields: dict = fields, architecture: str = architecture) -> object:
-                return _C.flex.call_plan(fields, architecture, 84)
+        def plan(fields: dict = fields, architecture: str = architecture) -> object:
+            return _C.flex.call_plan(fields, architecture, 84)
 
-            if architecture != "90a" and dtype == "float32" and (one["direction"], size) in TOO_LARGE:
-                with pytest.raises(RuntimeError, match=r"tiles fit the GPU's 101376 bytes of shared memory"):
-                    plan()
-            else:
+        if too_large(architecture, dtype, sizes, direction, deterministic):
+            with pytest.raises(RuntimeError, match=r"tiles fit the GPU's \d+ bytes of shared memory"):
                 plan()
+        else:
+            plan()
+
+
+# Architecture, dtype, head sizes, and the bytes that the kernel that spills most may spill.
+COMPILED = [
+    ("90a", "bfloat16", (576, 512), 0),
+    ("80", "bfloat16", (512, 512), 128),
+    ("86", "float32", (256, 256), 512),
+    ("120", "bfloat16", (512, 512), 1024),
+]
+
+
+@rows_of("architecture, dtype, sizes, most", COMPILED, tests=2)
+def test_kernels_of_wide_heads_and_small_memory(
+    architecture: str, dtype: str, sizes: tuple[int, int], most: int
+) -> None:
+    for direction in ("forward", "backward"):
+        more = {"needs_grad": [True] * 3, "deterministic": False} if direction == "backward" else {}
+        fields = {"direction": direction, "dtype": dtype, "shape": [B, H, S, B, H, S, *sizes], "training": True, **more}
+        plan, programs = _C.flex.call_plan(fields, architecture, 84)
+        for program in {_C.jit.key(p): p for p in programs}.values():
+            (found,) = _C.jit.resources(program).values()
+            assert found["spill_store_bytes"] <= most, plan
+
+
+def test_a_smaller_limit_plans_as_a_smaller_gpu() -> None:
+    fields = {"direction": "backward", "dtype": "float32", "shape": [B, H, S, B, H, S, 256, 256], "training": True}
+    fields |= {"needs_grad": [True] * 3, "deterministic": False}
+
+    def tiles(architecture: str) -> str:
+        return _C.flex.call_plan(fields, architecture, 84)[0]
+
+    usual = tiles("90")
+    _C.flex.force_shared_limit(99 << 10)
+    try:
+        assert tiles("90") == tiles("86") != usual
+    finally:
+        _C.flex.force_shared_limit(0)
+    assert tiles("90") == usual

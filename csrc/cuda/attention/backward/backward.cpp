@@ -131,6 +131,15 @@ std::vector<FlexTile> portable_backward(const FlexCase& c, int head) {
     if (head <= 128) return {tile(32, 64, 8, 2, 1), tile(32, 32, 4, 2, 1)};
     return {tile(64, 32, 8, 4, 1), tile(32, 32, 4, 2, 1), tile(32, 16, 2, 2, 1)};
   }
+  if (head > kMostCols) {
+    // Four warps that share keys have a quarter of dK each. A half, of two warps, fits registers up to 512 columns, and
+    // so does a part of dV.
+    const bool all = c.grad_query || c.grad_key || c.wants_buffers();
+    std::vector<FlexTile> found{tile(64, 32, 8, 4, 1)};
+    if (!all) found.insert(found.begin(), tile(64, 64, 8, 2, 1));
+    if (!all || head <= 512) found.insert(found.end(), {tile(32, 32, 4, 2, 1), tile(32, 16, 2, 2, 1)});
+    return found;
+  }
   if (head > 128) return {tile(64, 64, 8, 2, 1), tile(32, 32, 4, 2, 1)};
   // The gradients of captured buffers need the shared memory, and their sums a barrier after each tile anyway.
   const bool delayed = c.grad_query && !c.wants_buffers();
@@ -169,6 +178,8 @@ std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) 
   std::vector<FlexTile> found = with_columns(c, with_boxes(c, portable_backward(c, head)));
   // Leaves room for sums of diagonals where a CTA has 99 KiB.
   if (head <= 64 && c.dtype != DType::kFloat32) found.push_back({64, 64, 4});
+  // One warp, where nothing else fits: it has accumulators for all columns.
+  if (shared_bytes(c, found.back()) > flex_shared_limit(std::stoi(architecture))) found.push_back({16, 16, 1});
   return found;
 }
 
@@ -294,6 +305,20 @@ void gradient_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) 
   text.choice("kMaxGradient", c.max_gradient);
   text.choice("kFixedPoint", c.fixed_point);
   text.choice("kPartialSums", c.partial_sums);
+}
+
+bool one_warp_alone_fits(FlexCase c, const std::string& architecture) {
+  if (c.wide || takes_hopper(c, architecture)) return false;
+  c.kernel = FlexKernel::kBackward;
+  const int head = std::max(head_cols(c), value_cols(c));
+  return shared_bytes(c, portable_backward(c, head).back()) > flex_shared_limit(std::stoi(architecture));
+}
+
+int backward_value_cols(const FlexCase& c, const std::string& architecture) {
+  // Where shared memory is small, wider tiles of float32 do not fit it.
+  constexpr int kSmall = 100 << 10;
+  const bool small = flex_shared_limit(std::stoi(architecture)) < kSmall;
+  return c.dtype == DType::kFloat32 && small ? kMostCols / 2 : kMostCols;
 }
 
 std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {

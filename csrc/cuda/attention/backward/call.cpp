@@ -33,15 +33,17 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   const FlexShape& n = plan.shape;
   const auto share = [&] { return share_of_pairs(asked); };
   c.kernel = FlexKernel::kBackward;
+  c.wide = c.wide || one_warp_alone_fits(c, gpu.architecture);
   c.tall = pays_tall(plan.common, n, plan.mask, share, gpu.architecture);
   c.key_splits = pays_key_splits(n, gpu.multiprocessors);
   c.max_gradient = asked.max_gradient;
   c.wants_grad.assign(asked.needs_grad.begin() + 3, asked.needs_grad.end());
   for (const AskedBuffer& b : asked.score_mod.buffers) c.elements.push_back(elements_of(b));
   const bool all = asked.needs_grad[0] && asked.needs_grad[1] && asked.needs_grad[2];
-  c.whole = all && pays_whole(c, n, gpu.multiprocessors, share);
-  if (c.wants_buffers()) {
-    c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
+  c.whole = all && !c.wide && pays_whole(c, n, gpu.multiprocessors, share);
+  if (c.wants_buffers()) c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
+  // The kernel that sums up over batches has no tiles of wide heads.
+  if (c.wants_buffers() && !c.wide) {
     made.over_batches = sums_over_batches(c, asked.needs_grad, asked.score_mod.scalars, n.batches, n.heads, n.queries,
                                           n.keys, gpu.multiprocessors, asked.deterministic, gpu.architecture);
   }
@@ -82,6 +84,11 @@ struct Backward {
   Region rows = kNoRegion, grad_max = kNoRegion, zeros = kNoRegion;
   Region query_sum = kNoRegion, sum_states = kNoRegion, query_parts = kNoRegion, added = kNoRegion;
 
+  /// Whether a program is one of those that make dV of wide heads, part by part.
+  static bool makes_value_part(const Program& program) {
+    const FlexCase& c = program.launch.spec.asked();
+    return c.wide && c.grad_value;
+  }
   const KernelFacts& last() const { return programs.back()->launch.spec.facts(); }
   const KernelFacts& first() const { return programs.front()->launch.spec.facts(); }
   /// Whether dQ is written by a kernel as it is, not added up.
@@ -125,6 +132,14 @@ struct Backward {
     a.splits = programs.front()->launch.splits;
     a.batch_groups = groups;
     return a;
+  }
+
+  void take_value_part(const Program& program, int64_t first, const Now& r, device::FlexBackwardArguments& a) const {
+    const int count = program.launch.spec.asked().value_size;
+    a.value_size = count;
+    a.value = tensor_of(columns_of(r.value(), first, count));
+    a.grad_out = tensor_of(columns_of(grad_out(r), first, count));
+    a.grad_value = tensor_of(columns_of(value.view(r, r.call.value), first, count));
   }
 
   // What the Hopper kernels take besides.
@@ -185,6 +200,9 @@ void plan_regions(const Asked& asked, Backward& b, CallPlan& plan) {
   const auto stored = [&](size_t i) { return boxes && asked.needs_grad[i] && !asked.aligned_gradients[i]; };
   if (stored(1)) b.key = place("gradient of key in rows", keys);
   if (stored(2)) b.value = place("gradient of value in rows", values);
+  // The kernel behind those that make dV reads the values.
+  if (asked.inplace && asked.needs_grad[2] && b.common.wide && !Backward::makes_value_part(*b.programs.back()))
+    b.value = place("gradient of value", values);
   b.wants_query = asked.needs_grad[0];
   b.sum_rows = tiles_in(n.queries, last.tile.rows) * last.tile.rows;
   b.sum_cols = tiles_in(n.head_size, 16) * 16;
@@ -261,8 +279,8 @@ void add_sums_over_batches(const std::shared_ptr<const Backward>& b, Plan<FlexBa
   }
 }
 
-// dQ by itself, or the kernel by keys.
-void add_kernel(const std::shared_ptr<const Backward>& b, const std::shared_ptr<const Program>& program,
+// dQ by itself, a part of dV from column `first` on, or the kernel by keys.
+void add_kernel(const std::shared_ptr<const Backward>& b, const std::shared_ptr<const Program>& program, int64_t first,
                 Plan<FlexBackwardCall>& plan) {
   add_lists(plan, program);
   const bool by_key = program->launch.spec.facts().kernel == FlexKernel::kBackward;
@@ -277,6 +295,7 @@ void add_kernel(const std::shared_ptr<const Backward>& b, const std::shared_ptr<
   plan.steps.push_back({program->launch.spec.name(), program, regions, [=](Now& r) {
                           device::FlexBackwardArguments a = b->arguments(r);
                           a.tiles = r.tiles(*program);
+                          if (Backward::makes_value_part(*program)) b->take_value_part(*program, first, r, a);
                           auto sums = b->sums->arguments(r);
                           std::vector<void*> further;
                           if (by_key) further.push_back(sums.data());
@@ -342,8 +361,10 @@ Plan<FlexBackwardCall> plan_backward(const Asked& asked, const Gpu& gpu) {
   const auto made = std::make_shared<Backward>();
   made->common = kernels.common;
   for (const FlexCase& c : backward_kernels(kernels.common, asked.needs_grad, asked.deterministic, gpu.architecture)) {
+    const bool part = c.wide && c.grad_value;
     made->programs.push_back(make_program(
-        plan_launch(plan_kernel(c, gpu.architecture), n, plan.mask, gpu.multiprocessors, kernels.launches), plan));
+        plan_launch(plan_kernel(c, gpu.architecture), n, plan.mask, gpu.multiprocessors, part ? 1 : kernels.launches),
+        plan));
   }
   plan_regions(asked, *made, plan);
   made->sums.emplace(asked, made->last(), made->programs.back()->launch.ctas, Lifetime{kKernels, kFinish}, plan);
@@ -366,7 +387,11 @@ Plan<FlexBackwardCall> plan_backward(const Asked& asked, const Gpu& gpu) {
   add_preparation(b, plan);
   add_sums_over_batches(b, plan);
   plan.steps.push_back({"zeros of gradients", nullptr, {}, [b](Now& r) { b->sums->prepare(r); }});
-  for (const auto& program : b->programs) add_kernel(b, program, plan);
+  int64_t first_value = 0;
+  for (const auto& program : b->programs) {
+    add_kernel(b, program, first_value, plan);
+    if (Backward::makes_value_part(*program)) first_value += program->launch.spec.asked().value_size;
+  }
   add_finish(b, plan);
   plan.scratch.lay_out();
   return plan;

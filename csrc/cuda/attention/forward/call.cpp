@@ -33,20 +33,28 @@ FlexCase forward_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   return c;
 }
 
-device::FlexForwardArguments arguments_of(const Now& r, const Program& program, const device::FlexPartials& partials) {
+// The kernel of a part of the values' columns, of which each part gives the same lse.
+struct Part {
+  std::shared_ptr<const Program> program;
+  int64_t first, count;
+};
+
+device::FlexForwardArguments arguments_of(const Now& r, const Part& part, const device::FlexPartials& partials) {
   const FlexResults& results = r.call.results;
   device::FlexForwardArguments a{};
   r.fill(a);
-  a.out = tensor_of(results.out);
-  a.out_low = tensor_of(results.out_low);
+  a.value = tensor_of(columns_of(r.value(), part.first, part.count));
+  a.value_size = static_cast<int>(part.count);
+  a.out = tensor_of(columns_of(results.out, part.first, part.count));
+  a.out_low = tensor_of(columns_of(results.out_low, part.first, part.count));
   a.lse = static_cast<float*>(results.lse);
   a.lse_low = static_cast<float*>(results.lse_low);
   a.max_scores = static_cast<float*>(results.max_scores);
   a.max_ties = static_cast<float*>(results.max_ties);
   if (r.of().dropout) a.dropout = dropout_of(r.of());
   a.partials = partials;
-  a.together = program.launch.together;
-  a.tiles = r.tiles(program);
+  a.together = part.program->launch.together;
+  a.tiles = r.tiles(*part.program);
   return a;
 }
 
@@ -63,44 +71,63 @@ void compile_backward(const Now& r, const Asked& asked, const Gpu& gpu) {
 Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
   Plan<FlexForwardCall> plan;
   begin_plan(asked, plan);
-  const FlexCase c = forward_case(asked, gpu, plan);
+  FlexCase c = forward_case(asked, gpu, plan);
   align_inputs(asked, plan);
-  const auto program =
-      make_program(plan_launch(plan_kernel(c, gpu.architecture), plan.shape, plan.mask, gpu.multiprocessors), plan);
-  const KernelFacts& facts = program->launch.spec.facts();
-  const int splits = program->launch.splits, cols = static_cast<int>(tiles_in(c.value_size, 4) * 4);
+  std::vector<Part> parts;
   // Where CTAs of split keys write: outputs, and before them what belongs to them.
-  const int64_t rows = plan.shape.query_heads() * plan.shape.queries * splits;
-  const bool merges = splits > 1 || facts.key_splits;
-  const Region partial = merges ? plan.scratch.add("partial outputs", rows * (cols + 4) * 4) : kNoRegion;
-  const auto partials_of = [=](const Now& r) {
-    device::FlexPartials p{nullptr, nullptr, splits, cols};
-    if (!merges) return p;
-    p.rows = r.at<device::FlexPartialRow>(partial);
-    p.out = r.at<float>(partial) + 4 * rows;
-    return p;
+  const auto partial_rows = [&](const Program& program) {
+    return plan.shape.query_heads() * plan.shape.queries * program.launch.splits;
   };
+  const auto partial_cols = [](int64_t count) { return static_cast<int>(tiles_in(count, 4) * 4); };
+  const auto merges = [](const Program& program) {
+    return program.launch.splits > 1 || program.launch.spec.facts().key_splits;
+  };
+  int64_t partial_bytes = 0, first = 0;
+  for (const int count : column_parts(c.value_size, kMostCols)) {
+    c.value_size = count;
+    FlexShape shape = plan.shape;
+    shape.value_size = count;
+    parts.push_back(
+        {make_program(plan_launch(plan_kernel(c, gpu.architecture), shape, plan.mask, gpu.multiprocessors), plan),
+         first, count});
+    first += count;
+    const Program& program = *parts.back().program;
+    if (merges(program)) partial_bytes = std::max(partial_bytes, partial_rows(program) * (partial_cols(count) + 4) * 4);
+  }
+  const Region partial = partial_bytes > 0 ? plan.scratch.add("partial outputs", partial_bytes) : kNoRegion;
   add_copies(plan);
-  add_lists(plan, program);
-  const auto used = [&] { return merges ? std::vector<Region>{partial} : std::vector<Region>{}; };
-  plan.steps.push_back({program->launch.spec.name(), program, used(), [=](Now& r) {
-                          device::FlexForwardArguments a = arguments_of(r, *program, partials_of(r));
-                          const auto ahead = [&] { compile_backward(r, asked, gpu); };
-                          const FlexTile& tile = program->launch.spec.tile();
-                          if (facts.hopper()) {
-                            auto more = r.hopper_forward(*program, r.value());
-                            r.launch(*program, &a, {&more}, ahead);
-                          } else if (tile.key_boxes()) {
-                            const int keys = tile.cols / tile.warps;
-                            device::FlexForwardFewArguments more{boxes_of(r.key(), keys), boxes_of(r.value(), keys)};
-                            r.launch(*program, &a, {&more}, ahead);
-                          } else {
-                            r.launch(*program, &a, {}, ahead);
-                          }
-                        }});
-  if (merges) {
+  for (const Part& part : parts) {
+    const Program& program = *part.program;
+    const bool split = merges(program);
+    const auto partials_of = [=, splits = program.launch.splits, cols = partial_cols(part.count),
+                              rows = partial_rows(program)](const Now& r) {
+      device::FlexPartials p{nullptr, nullptr, splits, cols};
+      if (!split) return p;
+      p.rows = r.at<device::FlexPartialRow>(partial);
+      p.out = r.at<float>(partial) + 4 * rows;
+      return p;
+    };
+    add_lists(plan, part.program);
+    const auto used = [&] { return split ? std::vector<Region>{partial} : std::vector<Region>{}; };
+    plan.steps.push_back({program.launch.spec.name(), part.program, used(), [=](Now& r) {
+                            const Program& program = *part.program;
+                            device::FlexForwardArguments a = arguments_of(r, part, partials_of(r));
+                            const auto ahead = [&] { compile_backward(r, asked, gpu); };
+                            const FlexTile& tile = program.launch.spec.tile();
+                            if (tile.is_hopper()) {
+                              auto more = r.hopper_forward(program, r.value());
+                              r.launch(program, &a, {&more}, ahead);
+                            } else if (tile.key_boxes()) {
+                              const int keys = tile.cols / tile.warps;
+                              device::FlexForwardFewArguments more{boxes_of(r.key(), keys), boxes_of(r.value(), keys)};
+                              r.launch(program, &a, {&more}, ahead);
+                            } else {
+                              r.launch(program, &a, {}, ahead);
+                            }
+                          }});
+    if (!split) continue;
     plan.steps.push_back({"flex_merge", nullptr, {partial}, [=, dtype = c.dtype, unscaled = c.unscaled](Now& r) {
-                            const auto a = arguments_of(r, *program, partials_of(r));
+                            const auto a = arguments_of(r, part, partials_of(r));
                             flex_merge(a.partials,
                                        {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, a.lse_low, a.value_size,
                                         unscaled ? a.scale : 1.0f, r.of().dropout ? a.dropout.scale : 1.0f},

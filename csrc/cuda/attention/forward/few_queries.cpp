@@ -32,7 +32,7 @@ int64_t heads_of_tile(int64_t rows, const FlexShape& shape, const std::optional<
 
 int few_query_rows(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                    const std::string& architecture) {
-  if (c.kernel != FlexKernel::kForward || c.head_size == 0 || flex_family_is_forced()) return 0;
+  if (c.kernel != FlexKernel::kForward || c.head_size == 0 || c.wide || flex_family_is_forced()) return 0;
   // A backward compares scores with the largest one, which must have the same bits.
   if (c.max_scores && takes_hopper(c, architecture)) return 0;
   constexpr int64_t kManyKeys = 512;

@@ -179,7 +179,8 @@ std::vector<FlexTile> few_forward(const FlexCase& c, const std::string& architec
 std::vector<FlexTile> portable_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
   const bool mods = has_mods(c);
-  if (c.dtype == DType::kFloat32) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
+  if (c.dtype == DType::kFloat32) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
+  if (head > kMostCols) return {{128, 32, 8}, {64, 32, 4}, {64, 16, 4}, {32, 32, 2}};
   if (head <= 64) {
     FlexTile t{c.most_queries == 64 ? 64 : 128, 64, 4};
     t.portable().keeps = stays(c);

@@ -47,7 +47,7 @@ std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) 
   if (takes_hopper(c, architecture)) return hopper_grad_query(c);
   if (c.dtype == DType::kFloat32) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
   if (std::max(head_cols(c), value_cols(c)) <= 128) return {{128, 32, 4}, {64, 32, 4}};
-  return {{64, 32, 4}, {32, 32, 2}};
+  return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
 }
 
 void add_facts(const FlexCase& c, KernelFacts& f) {

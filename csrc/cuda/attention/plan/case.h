@@ -36,6 +36,9 @@ struct FlexTangentsOf {
   bool operator==(const FlexTangentsOf&) const = default;
 };
 
+/// Heads with more columns are wide: the portable kernels alone have them, and values come in parts (column_parts).
+inline constexpr int kMostCols = 256;
+
 /// Lengths up to here are small: a rendered mod computes indices in 32 bits.
 inline constexpr int64_t kSmallLength = int64_t{1} << 21;
 
@@ -45,6 +48,8 @@ struct FlexCase {
   FlexKernel kernel = FlexKernel::kForward;
   DType dtype = DType::kBFloat16;
   int head_size = 0, value_size = 0;
+  bool wide = false;  ///< the call's D or E is above kMostCols; a kernel's value_size may be a part of E. Backward: or
+                      ///< one_warp_alone_fits
   FlexMod score_mod, mask_mod;
   bool blocks = false;                      ///< there is a block mask
   std::array<int64_t, 2> block_size{};      ///< its blocks: tiles may lie in several of them

@@ -101,9 +101,15 @@ const Kernel& kernel_of(FlexKernel kernel) {
 
 KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
   // Tests force what decides beside the case.
-  if (flex_family_is_forced() || scheme_is_forced()) return planned(c, architecture);
+  if (flex_family_is_forced() || scheme_is_forced() || flex_shared_limit_is_forced()) return planned(c, architecture);
   auto& known = of_this_process<Recent<Asked, KernelSpec, 128>>();
   return *known.get({c, architecture}, [&] { return planned(c, architecture); });
+}
+
+std::vector<int> column_parts(int columns, int most) {
+  std::vector<int> parts;
+  for (int first = 0; first == 0 || first < columns; first += most) parts.push_back(std::min(most, columns - first));
+  return parts;
 }
 
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
@@ -117,10 +123,14 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
     c.tall = c.tall && !c.whole;
   }
   const bool hopper = takes_hopper(c, architecture);
-  bool apart = deterministic || (hopper && !fits_hopper_backward(c));
+  const bool value_apart = c.wide && needs_grad[2];
+  // Of heads that are not wide by themselves a warp has no registers for dQ beside dK (one_warp_alone_fits).
+  const bool crowded = c.wide && std::max(c.head_size, c.value_size) <= kMostCols;
+  bool apart = deterministic || crowded || (hopper && !fits_hopper_backward(c));
   if (c.whole && !c.fixed_point) {
     apart = false;
-  } else if (deterministic && needs_grad[0] && !c.fixed_point && !c.blocks && (!hopper || fits_hopper_backward(c))) {
+  } else if (deterministic && !c.wide && needs_grad[0] && !c.fixed_point && !c.blocks &&
+             (!hopper || fits_hopper_backward(c))) {
     FlexCase one = c;
     one.ordered = one.grad_query = true;
     one.grad_key = needs_grad[1];
@@ -139,9 +149,19 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
     if (!c.fixed_point) query.wants_grad.assign(c.wants_grad.size(), false);
     kernels.push_back(std::move(query));
   }
+  if (value_apart) {
+    FlexCase value = c;
+    value.wants_grad.assign(c.wants_grad.size(), false);
+    value.grad_query = value.grad_key = value.max_gradient = value.fixed_point = value.partial_sums = false;
+    value.grad_value = true;
+    for (const int count : column_parts(c.value_size, backward_value_cols(c, architecture))) {
+      value.value_size = count;
+      kernels.push_back(value);
+    }
+  }
   c.grad_query = needs_grad[0] && !apart;
   c.grad_key = needs_grad[1];
-  c.grad_value = needs_grad[2];
+  c.grad_value = needs_grad[2] && !value_apart;
   if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
   return kernels;
 }

@@ -30,13 +30,14 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 /// kernels are faster than one though each computes the scores, and where sums must come in one order: but for where
 /// one CTA has all keys, and in the Hopper family beside boxes without a block mask. There tiles of keys wait for one
 /// another, which takes longer than a second kernel where scores are cheap, and less where it would read all pairs
-/// again.
+/// again. Of wide heads dV has kernels of its own, for parts of its columns, before the one by keys that has the
+/// rest: dK and dV together would not fit registers.
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
 
-/// The columns of values of each kernel that forward mode runs: it has two outputs in registers, so they are at most
-/// 128 of them.
-std::vector<int> tangents_parts(int value_size);
+/// So many columns, in parts of at most `most`: at least one part. Kernels that have outputs in registers run for each
+/// part of the values' columns, and compute the scores anew.
+std::vector<int> column_parts(int columns, int most);
 
 /// Tiles of so many that hold n.
 constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -56,6 +57,9 @@ bool reads_pairs(const FlexMod& mod);
 /// For tests.
 void force_flex_family(std::optional<FlexFamily> family);
 bool flex_family_is_forced();
+/// For tests and benchmarks: a smaller shared memory than the GPU's, such as 99 KiB of sm_89; 0: the GPU's own.
+void force_flex_shared_limit(int bytes);
+bool flex_shared_limit_is_forced();
 /// For tests: the scheme of contributions for which it is right, instead of the planner's.
 void force_flex_scheme(std::optional<device::Scheme> scheme);
 /// Counts what is forced, force_flex_whole too: what was planned before is not asked for again.

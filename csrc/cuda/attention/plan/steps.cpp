@@ -81,6 +81,7 @@ void begin_plan(const Asked& asked, CallPlan& plan) {
   c.dtype = asked.dtype;
   c.head_size = as_int(n.head_size);
   c.value_size = as_int(n.value_size);
+  c.wide = std::max(c.head_size, c.value_size) > kMostCols;
   // Lengths that decide no tile leave the program as it is.
   if (c.dtype != DType::kFloat32) {
     c.most_queries = most_of(n.queries);
@@ -94,7 +95,7 @@ void begin_plan(const Asked& asked, CallPlan& plan) {
   c.blocks = asked.mask.has_value();
   if (c.blocks) c.block_size = asked.mask->block_size;
   constexpr int64_t kManyBatches = 8;
-  c.many_batches = c.most_queries == 64 && c.most_keys == 64 && n.batches >= kManyBatches &&
+  c.many_batches = !c.wide && c.most_queries == 64 && c.most_keys == 64 && n.batches >= kManyBatches &&
                    n.key_batches == n.batches && n.group() == 1;
   c.dropout = asked.dropout;
   if (!asked.score_mod.text.empty()) plan.score_mod = score_mod::cached_graph(asked.score_mod.text);

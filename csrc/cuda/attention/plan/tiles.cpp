@@ -14,6 +14,7 @@ namespace {
 
 std::atomic<std::optional<FlexFamily>> forced{};
 std::atomic<uint64_t> changes{0};
+std::atomic<int> forced_limit{0};
 
 }  // namespace
 
@@ -76,6 +77,7 @@ using namespace planner;
 
 bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
+  if (c.wide) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
   if (const auto family = forced_family()) return *family == FlexFamily::kHopper;
   // The portable kernels have tiles for short sequences of small heads, and boxes in all kernels. The gradient of
@@ -93,8 +95,14 @@ int flex_shared_limit(int capability) {
   const int kib = capability == 80 || capability == 87                                 ? 164
                   : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228
                                                                                        : 100;
-  return (kib << 10) - kReserved;
+  const int own = (kib << 10) - kReserved, limit = forced_limit;
+  return limit > 0 ? std::min(limit, own) : own;
 }
+void force_flex_shared_limit(int bytes) {
+  forced_limit = bytes;
+  count_forced();
+}
+bool flex_shared_limit_is_forced() { return forced_limit > 0; }
 
 void count_forced() { ++changes; }
 uint64_t forced_changes() { return changes; }

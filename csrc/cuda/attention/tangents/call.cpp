@@ -33,7 +33,8 @@ Plan<FlexTangentCall> plan_tangents(const Asked& asked, const Gpu& gpu) {
   std::shared_ptr<const score_mod::Graph> tangent;
   if (!asked.score_mod.text.empty()) tangent = score_mod::cached_tangent(asked.score_mod.text, asked.buffer_tangents);
   int64_t first = 0;
-  for (const int64_t count : tangents_parts(static_cast<int>(n.value_size))) {
+  constexpr int kMostValues = 128;  // two outputs of them are in registers
+  for (const int64_t count : column_parts(static_cast<int>(n.value_size), kMostValues)) {
     FlexCase c = plan.common;
     c.kernel = FlexKernel::kTangents;
     c.value_size = static_cast<int>(count);

@@ -45,7 +45,7 @@ int shared_bytes(const FlexCase& c, const FlexTile& t) {
 }
 
 // A warp has 16 queries, as registers hold two outputs and two tiles of scores of them. Values come in parts
-// (tangents_parts).
+// (column_parts).
 std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   const int most = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   if (takes_hopper(c, architecture) && most <= 128) {
@@ -55,6 +55,7 @@ std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) 
   const bool wide = c.dtype == DType::kFloat32;
   if (!wide && std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}};
   if (wide) return {{64, 16, 4}, {32, 16, 2}, {16, 16, 1}};
+  if (c.head_size > kMostCols) return {{64, 16, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};  // {64, 32, 4} spills
   return {{64, 32, 4}, {32, 32, 2}};
 }
 
@@ -102,14 +103,6 @@ LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<B
 }
 
 }  // namespace
-
-std::vector<int> tangents_parts(int value_size) {
-  constexpr int kMost = 128;
-  std::vector<int> parts;
-  for (int first = 0; first == 0 || first < value_size; first += kMost)
-    parts.push_back(std::min(kMost, value_size - first));
-  return parts;
-}
 
 const Kernel& tangents_kernel() {
   static const Kernel kernel{.arguments = "FlexTangentsArguments",
