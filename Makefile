@@ -89,6 +89,8 @@ OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD
 JAX_THERE := $(VENV)/.installed-jax
 JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(if $(filter test test-python,$(MAKECMDGOALS)),$(JAX_THERE),$(wildcard $(JAX_THERE))))
 CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))
+# CMake reads these when it first configures a folder and never again: a build would keep flags that are gone.
+CMAKE_OPTIONS += -DCMAKE_CXX_FLAGS='$(CXXFLAGS)' -DCMAKE_CUDA_FLAGS='$(CUDAFLAGS)'
 $(BUILD)/options: FORCE
 	mkdir -p $(BUILD)
 	echo "$(CMAKE_OPTIONS)" | cmp --silent - $@ || echo "$(CMAKE_OPTIONS)" > $@

@@ -178,13 +178,13 @@ def compare(
     """out, lse and max_scores, and the gradients by all float inputs of a sum of all three, `upstream` its weights."""
     places = tuple(i for i, x in enumerate(inputs) if is_float(x))
 
-    def run(f: Callable[..., Any], inputs: list[Any], compiled: bool = True) -> tuple[Any, Any]:
+    def run(f: Callable[..., Any], inputs: list[Any], weights: Any, compiled: bool = True) -> tuple[Any, Any]:
         def loss(*floats: Any) -> Any:
             given = list(inputs)
             for place, x in zip(places, floats, strict=True):
                 given[place] = x
             results = f(*given)
-            parts = [(r.astype(jnp.float64) * w).sum() for r, w in zip(results, upstream, strict=False)]
+            parts = [(r.astype(jnp.float64) * w).sum() for r, w in zip(results, weights, strict=False)]
             return sum(jnp.where(jnp.isfinite(p), p, 0) for p in parts), results
 
         grad = jax.grad(loss, tuple(range(len(places))), has_aux=True)
@@ -192,12 +192,12 @@ def compare(
         return results, gradients
 
     wide = [x.astype(jnp.float64) if is_float(x) else x for x in inputs]
-    found, gradients = run(ours, inputs)
-    on_cpu = [jax.device_put(x, on("cpu")) for x in wide]
+    found, gradients = run(ours, inputs, upstream)
+    on_cpu, weights = jax.device_put((wide, upstream), on("cpu"))
     # Op by op: within one fused loop XLA of JAX 0.10 gets a gradient wrong on CPUs with AVX-512.
-    truth, right = run(formula, on_cpu, compiled=False)
+    truth, right = run(formula, on_cpu, weights, compiled=False)
     exact = all(x.dtype == jnp.float64 for x in inputs if is_float(x))
-    eager, eager_gradients = (truth, right) if exact else run(formula, inputs)
+    eager, eager_gradients = (truth, right) if exact else run(formula, inputs, upstream)
     names = ("out", "lse", "max_scores")
     for x, e, t, name in zip(found, eager, truth, names, strict=False):
         known = np.isfinite(np.asarray(t, np.float64))

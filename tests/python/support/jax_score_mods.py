@@ -229,7 +229,13 @@ def activations(d: Draw) -> Made:
         s = n.gelu(s, approximate=False) + jnp.tanh(n.silu(s)) + n.softplus(s) + n.leaky_relu(s, 0.1) + n.elu(s)
         s = s + n.log_sigmoid(s) + n.hard_swish(s) + n.sigmoid(s) + n.gelu(s) + n.relu(s) + n.celu(s) + n.selu(s)
         s = s + lax.erf(s) + n.mish(s) + jnp.clip(s, -3, 3) + n.hard_tanh(s) + n.soft_sign(s) + n.relu6(s)
-        return s + n.squareplus(s) + n.hard_sigmoid(s) + jnp.logaddexp(s, 0.3) + lax.clamp(-1.0, s, 1.5)
+        return (
+            s
+            + n.squareplus(s)
+            + n.hard_sigmoid(s)
+            + jnp.logaddexp(s, 0.3)
+            + lax.clamp(jnp.full_like(s, -1.0), s, jnp.full_like(s, 1.5))
+        )
 
     return [], lambda: (score_mod, None)
 
