@@ -330,7 +330,7 @@ class Renderer {
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + read + "(" + element(id) + ");\n";
   }
 
-  // The loads that are lines, of a score_mod those of numbers that scores are made of.
+  // The loads that are lines, of a score_mod those of numbers that scores are made of and of masks by key.
   static std::vector<NodeId> line_loads(const Graph& graph) {
     const auto kinds = reads(graph);
     std::vector<bool> loads(graph.nodes().size(), false);  // below a node
@@ -344,8 +344,9 @@ class Renderer {
       axes[id] = node.op == Op::kAxis;
       for (const NodeId operand : node.operands) axes[id] = axes[id] || axes[operand];
       const bool line = kinds[id] == Reads::kKey || kinds[id] == Reads::kDiagonal;
-      const bool takes =
-          graph.kind() == Kind::kMaskMod ? line || kinds[id] == Reads::kRow : line && node.type == Type::kFloat;
+      const bool takes = graph.kind() == Kind::kMaskMod ? line || kinds[id] == Reads::kRow
+                         : node.type == Type::kBool     ? kinds[id] == Reads::kKey
+                                                        : line && node.type == Type::kFloat;
       if (node.op == Op::kLoad && direct && takes && !axes[id]) result.push_back(id);
     }
     return result;
