@@ -152,6 +152,36 @@ def test_calls_of_every_kernel(dtype: torch.dtype, options: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(40, 140), (33, 128), (9, 64)], ids=str)
+@pytest.mark.usefixtures("each_flex_device")
+def test_heads_of_which_some_have_far_rows(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """A bias that all batches share, as of triangle attention with padded residues: kernels go from batch to batch."""
+    (b, n), h, d = sizes, 2, 32
+    query, key, value = inputs(b, h, n, n, d, d, h)
+    table, grad = captured("hmn", h, n, n), torch.randn(b, h, n, d)
+    shift = torch.zeros(b, n)
+    shift[1::3], shift[::5, n // 2 :] = -1e9, -1e5
+    masked = torch.rand(b, n) < 0.2
+
+    def plain(to: torch.dtype) -> list[Tensor]:
+        q, k, v, t = [leaf(x.to(dtype), to) for x in (query, key, value)] + [leaf(table.to(dtype), to)]
+        wide = torch.promote_types(to, torch.float32)
+        score = shifted(q.to(wide) @ k.to(wide).mT + t.to(wide), shift[:, None, :, None])
+        weight = torch.where(masked[:, None, None], torch.tensor(-1e9, dtype=wide), score).softmax(-1)
+        return [*torch.autograd.grad((weight.to(to) @ v * grad.to(to)).sum(), (q, k, v, t))]
+
+    q, k, v, t = (leaf(x, dtype) for x in (query, key, value, table))
+    lowest = torch.tensor(-1e9)
+    out = flex_attention(
+        q, k, v, lambda s, b, h, i, j: torch.where(masked[b, j], lowest, s + t[h, i, j] + shift[b, i]), scale=1.0
+    )
+    found = torch.autograd.grad(out, (q, k, v, t), grad.to(dtype))
+    least = 2**-20 if dtype == torch.float32 else 0.0
+    for name, x, eager, truth in zip("qkvt", found, plain(dtype), plain(torch.float64), strict=True):
+        assert_as_good_as_eager(x, eager, truth, f"{name} of {sizes}", least=least)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("each_flex_device")
 def test_scores_that_are_far_by_themselves(dtype: torch.dtype) -> None:
     """Without a score_mod: query * key is near -2^15, whose neighbours in float32 are 2^-9 apart."""

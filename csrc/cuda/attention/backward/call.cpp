@@ -79,7 +79,7 @@ struct Backward {
   std::optional<BufferSums> sums, over_batches;
   bool wants_query = false;
   GradientPlace query, key, value;
-  int64_t row_stride = 0, row_count = 0, sum_rows = 0, sum_cols = 0, counts = 0;
+  int64_t heads = 0, row_stride = 0, row_count = 0, sum_rows = 0, sum_cols = 0, counts = 0;
   bool zeroes_query_sum = false;
   Region rows = kNoRegion, grad_max = kNoRegion, zeros = kNoRegion;
   Region query_sum = kNoRegion, sum_states = kNoRegion, query_parts = kNoRegion, added = kNoRegion;
@@ -176,7 +176,9 @@ struct Backward {
     return more;
   }
   // Behind the rows of all heads: whether one is far from 0 (FlexBackwardArguments::far).
-  unsigned* far(const Now& r) const { return reinterpret_cast<unsigned*>(r.at<device::FlexRow>(rows) + row_count - 1); }
+  unsigned* far(const Now& r) const {
+    return reinterpret_cast<unsigned*>(r.at<device::FlexRow>(rows) + heads * row_stride);
+  }
 };
 
 void plan_regions(const Asked& asked, Backward& b, CallPlan& plan) {
@@ -186,8 +188,9 @@ void plan_regions(const Asked& asked, Backward& b, CallPlan& plan) {
   const int64_t heads = n.query_heads();
   const std::array<int64_t, 4> queries{n.batches, n.heads, n.queries, n.head_size},
       keys{n.key_batches, n.key_heads, n.keys, n.head_size}, values{n.key_batches, n.key_heads, n.keys, n.value_size};
+  b.heads = heads;
   b.row_stride = tiles_in(n.queries, 2) * 2;
-  b.row_count = heads * b.row_stride + 1;
+  b.row_count = heads * b.row_stride + tiles_in(1 + heads, 2);  // behind the rows: which are far
   b.rows = scratch.add("values of rows", 8 * b.row_count);
   if (asked.max_gradient) b.grad_max = scratch.add("gradient of max_scores", 4 * heads * n.queries);
   if (!asked.there[kGradOut])

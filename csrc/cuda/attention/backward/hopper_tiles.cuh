@@ -298,6 +298,15 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
   }
+  // Whether the tile's head has far rows.
+  __device__ __forceinline__ bool has_far(const Place& p) {
+    if (!far_) return false;
+    if (const int head = p.b * a_.heads + p.h; head != far_head_) {
+      far_head_ = head;
+      head_far_ = head_has_far(a_, head);
+    }
+    return head_far_;
+  }
   // Stores what stands in place of a tile behind the last one of the keys.
   __device__ __forceinline__ void end(int i, int kind, int keys) {
     const int s = stage_of(i), query_stage = query_stage_of(i);
@@ -318,7 +327,7 @@ class FlexBackwardHopperTiles {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
     store(place(i), p.b, p.h, p.tile,
-          col | last * kLastOfKeys | key_stage * kKeyStage | first * kFirstOfKeys | (far_ ? kFarRows : 0) | bits_of(p));
+          col | last * kLastOfKeys | key_stage * kKeyStage | first * kFirstOfKeys | (has_far(p) ? kFarRows : 0) | bits_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
@@ -618,7 +627,9 @@ class FlexBackwardHopperTiles {
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
   bool counted_ = false;     // of the producer, in order: further keys come from the counter
-  const AnyFar far_;         // of the producer
+  const AnyFar far_;         // of the producer, as the next two
+  int far_head_ = -1;
+  bool head_far_ = false;  // of far_head_
   WholeHead<Config> whole_;  // of the producer
 };
 

@@ -16,7 +16,7 @@ enum PlaceBit : int {
   kRounds = 16,
   kAfterRounds = 32,
   kAfterSums = 64,
-  kFarRows = 1 << 30,  // the call has far rows
+  kFarRows = 1 << 30,  // the head has far rows
 };
 
 /// The tile belongs to one of the query heads that share the keys.

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const bool none = lse == -__int_as_float(0x7f800000);
   if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
   const bool far = fabsf(lse) > device::kFarLse<T> && !isinf(lse);
-  if (far) *p.far = p.call;
+  if (far) p.far[0] = p.far[1 + head] = p.call;
   // Other rows have no -0.
   const float of_row = far ? -0.0f : (lse - logf(p.dropout_scale)) * kUnit + 0.0f;
   out[head * p.row_stride + q] = {none ? -lse : of_row, none ? 0.0f : sum / p.dropout_scale};

@@ -23,7 +23,8 @@ struct FlexRows {
   float* query_sum;
   int sum_rows, sum_cols;  // not below queries; a multiple of 4
   int* sum_states;
-  unsigned *far, call;  // *far becomes `call` where a row's scores are all far from 0 (device/far_rows.cuh)
+  unsigned *far, call;  // far[0] and far[1 + b * heads + h] become `call` where a row's scores are all far from 0
+                        // (device/far_rows.cuh)
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 

@@ -115,7 +115,7 @@ struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;         // [B, H, row_stride]
   const float *lse, *lse_low;  // [B, H, M]; read of far rows alone
-  const unsigned* far;         // equals `call` where a row is far: calls need not clear it
+  const unsigned* far;         // [1 + B * H] equal `call` where a row is far, of all and of a head: none is cleared
   unsigned call;
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   // The sum of which dQ is made where CTAs add it up, less the scale; zeros before, unless the first CTA stores it. It

@@ -6,8 +6,8 @@
 // alone:
 //   forward    a warp sees its rows' maxima, and subtracts them from the scores
 //   backward   lse comes in two numbers, what rounding took from it in the second (lse_of). The kernel of row values
-//              marks the row by an lse of -0, which no other row has, and says for the whole call whether there is one:
-//              kernels test that, not rows, and subtract both numbers
+//              marks the row by an lse of -0, which no other row has, and says of each head, and of the whole call,
+//              whether there is one: kernels test that, not rows, and subtract both numbers
 // Rows that are not far get the same bits in both ways.
 #pragma once
 
@@ -55,6 +55,10 @@ __device__ __forceinline__ bool subtract_far(float (&s)[kBlocks][4], const float
   return true;
 }
 
+/// Whether a head, b * heads + h, has a far row.
+__device__ __forceinline__ bool head_has_far(const FlexBackwardArguments& a, int head) {
+  return a.far[1 + head] == a.call;
+}
 /// Whether the call has a far row. Read at a kernel's start, and asked behind its first loads: read where it is asked,
 /// it would take a microsecond of each CTA.
 class AnyFar {

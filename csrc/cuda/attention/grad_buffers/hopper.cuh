@@ -71,12 +71,17 @@ class FlexGradBuffersHopper {
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
-      if (far_) {
-        consume<true, true>(batches);
-      } else if (masked) {
-        consume<true, false>(batches);
-      } else {
-        consume<false, false>(batches);
+      zero(sum_);
+      Counted<Config::kStages> i;
+      for (int b = batches.first; b < batches.end;) {
+        // A loop for each: both ways in one loop cost the common one.
+        if (is_far(b)) {
+          consume<true, true>(batches, b, i);
+        } else if (masked) {
+          consume<true, false>(batches, b, i);
+        } else {
+          consume<false, false>(batches, b, i);
+        }
       }
       put_pair_sums<Config, 0, kThreads>(
           sums_[0], sum_, score_, batches.first, h_, [&](int e) { return query(e); },
@@ -120,16 +125,16 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
+  __device__ __forceinline__ bool is_far(int b) const { return far_ && head_has_far(a_, b * a_.heads + h_); }
+  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none.
   template <bool kMasked, bool kFar>
-  __device__ __forceinline__ void consume(const Batches& batches) {
+  __device__ __forceinline__ void consume(const Batches& batches, int& b, Counted<Config::kStages>& i) {
     float score[2][kHalf][4], grad[2][kHalf][4];
-    zero(sum_);
-    Counted<Config::kStages> i;
-    Barrier::wait(full(0), 0);
-    multiply(score[0], grad[0], 0, 0);
+    Barrier::wait(full(i.stage()), i.parity());
+    multiply(score[0], grad[0], i.stage(), 0);
     wait_products(score[0], grad[0]);
-    for (int b = batches.first; b < batches.end; b += batches.step) {
-      const int s = i.stage();
+    for (bool goes_on = true; goes_on;) {
+      const int s = i.stage(), next = b + batches.step;
       FlexQuery rows[2];
       multiply(score[1], grad[1], s, 1);
 #pragma unroll
@@ -140,6 +145,7 @@ class FlexGradBuffersHopper {
         rows[r].origin = 0.0f;
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
+      goes_on = next < batches.end && is_far(next) == kFar;
       add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b);
       wait_products(score[1], grad[1]);
       __syncwarp();
@@ -149,6 +155,7 @@ class FlexGradBuffersHopper {
       multiply(score[0], grad[0], i.stage(), 0);
       add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b);
       wait_products(score[0], grad[0]);
+      b = next;
     }
   }
   /// Issues scores and dP of the warpgroup's queries and one half of the keys, of stage s.
