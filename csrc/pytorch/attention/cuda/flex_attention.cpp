@@ -28,6 +28,8 @@ void run_on_current_stream(const Call& call, const Tensor& like) {
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                        const FlexScores& scores, int64_t aux) {
+  TORCH_CHECK_NOT_IMPLEMENTED((aux & kFlexInvariant) == 0,
+                              "flex_attention: batch_invariant must not be asked for on CUDA, but is");
   const c10::DeviceGuard guard(query.device());
   const FlexOutputs o = empty_flex_outputs(query, value, aux);
   if (o.lse.numel() != 0 && key.numel() == 0) {
