@@ -91,7 +91,8 @@ struct FlexForwardCall {
   /// Of a backward that may follow: of query, key and value, then of each buffer of the score_mod; empty: none follows.
   /// Its kernels are compiled beside the forward's.
   std::vector<bool> needs_grad;
-  bool deterministic = false;  ///< of that backward
+  bool deterministic = false;    ///< of that backward
+  bool batch_invariant = false;  ///< kFlexInvariant
 };
 
 /// The gradient of a captured buffer, contiguous.
