@@ -21,9 +21,10 @@ namespace fusegrad {
 enum FlexAuxBit : int64_t {
   kFlexMaxScores = 1,
   // Of the op below the front end:
-  kFlexLow = 2,       ///< out_low and lse_low, which a backward wants
-  kFlexBackward = 4,  ///< a backward may follow, whose kernels may be compiled beside the forward's
-  kFlexOrdered = 8,   ///< its gradients are to be the same bits in every run
+  kFlexLow = 2,         ///< out_low and lse_low, which a backward wants
+  kFlexBackward = 4,    ///< a backward may follow, whose kernels may be compiled beside the forward's
+  kFlexOrdered = 8,     ///< its gradients are to be the same bits in every run
+  kFlexInvariant = 16,  ///< results of a query have the same bits whatever other queries, heads and batches there are
 };
 
 /// A score_mod or mask_mod: its canonical text, and what the text calls @0, @1, … and $0, $1, …
@@ -90,7 +91,8 @@ struct FlexForwardCall {
   /// Of a backward that may follow: of query, key and value, then of each buffer of the score_mod; empty: none follows.
   /// Its kernels are compiled beside the forward's.
   std::vector<bool> needs_grad;
-  bool deterministic = false;  ///< of that backward
+  bool deterministic = false;    ///< of that backward
+  bool batch_invariant = false;  ///< kFlexInvariant
 };
 
 /// The gradient of a captured buffer, contiguous.

@@ -21,10 +21,10 @@ from ._program import PLACES, program
 from ._score_mod_torch import Values, check_linear, evaluate
 
 __all__ = [
-    "LOW", "MAX_SCORES", "Call", "Mod", "Scoring", "Tensors", "attention_plan",
+    "INVARIANT", "LOW", "MAX_SCORES", "Call", "Mod", "Scoring", "Tensors", "attention_plan",
 ]  # fmt: skip
 
-MAX_SCORES, LOW = _C.FLEX_MAX_SCORES, _C.FLEX_LOW
+MAX_SCORES, LOW, INVARIANT = _C.FLEX_MAX_SCORES, _C.FLEX_LOW, _C.FLEX_INVARIANT
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}
@@ -54,6 +54,7 @@ class Call:
     dropout_p: float
     counts: tuple[int, int, int]
     deterministic: bool | None = None
+    batch_invariant: bool = False
 
     @property
     def mask_places(self) -> range:

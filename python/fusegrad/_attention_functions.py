@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention_composite import LOW, Call, attention_plan
+from ._attention_composite import INVARIANT, LOW, Call, attention_plan
 from ._attention_fold import fold, fold_rows, moved, unfold
 from ._attention_second import second_derivatives, takes
 from ._chunks import Plan, gradient_plan, pulled, pushed, tangent_plan, vmapped
@@ -98,7 +98,8 @@ class FlexAttention(torch.autograd.Function):
             return outputs
         call = _call_in(given)
         t, _ = call.split(tensors)
-        return tuple(torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), LOW))
+        aux = LOW | INVARIANT if call.batch_invariant else LOW
+        return tuple(torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), aux))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

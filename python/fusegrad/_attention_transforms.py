@@ -272,6 +272,7 @@ def attend(
     deterministic: bool | None,
     max_scores: bool,
     dropout_p: float,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out and lse, with forward-mode tangents and under ``torch.func.jvp``, ``grad``, ``vjp``, ``vmap`` and their
     nestings.
@@ -302,10 +303,11 @@ def attend(
         kv_blocks = _blocks(kv_blocks, query.size(0), query.size(1), -(-query.size(2) // block_size[0]))
     call = Call(
         Mod(score[0], score[2], score[3]), Mod(mask[0], mask[2], mask[3]), block_size, scale, dropout_p,
-        (len(score[1]), len(mask[1]), len(kv_blocks)), deterministic,
+        (len(score[1]), len(mask[1]), len(kv_blocks)), deterministic, batch_invariant,
     )  # fmt: skip
     t = Tensors(query, key, value, tuple(score[1]), tuple(mask[1]), tuple(kv_blocks), seed)
-    found = _in_one_pass(call, t.flat())
+    # The kernel that makes values and tangents in one pass sums values in an order of its own.
+    found = None if batch_invariant else _in_one_pass(call, t.flat())
     if isinstance(found, tuple):
         return found
     out, lse, *_ = FlexAttention.apply(found or call, *t.flat())

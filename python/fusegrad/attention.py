@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         inplace: bool
         deterministic: bool | None
         dropout_p: float
+        batch_invariant: bool
         context_parallel: ContextParallel | None
 
 
@@ -235,6 +236,7 @@ def flex_attention(
     inplace: bool = False,
     deterministic: bool | None = None,
     dropout_p: float = 0.0,
+    batch_invariant: bool = False,
     context_parallel: ContextParallel | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with scores that a function changes and pairs that another one masks.
@@ -270,6 +272,9 @@ def flex_attention(
             1 - 2^-15; lse and max_scores are those without. Pass 0 where a model does not train. A call draws one
             number of PyTorch's generator of the query's device, so that ``torch.manual_seed`` gives the same pairs
             again.
+        batch_invariant: whether out and lse of a query must have the same bits whatever other queries, heads and
+            batches the call has, and however many keys that take no part for the query: alone over a cache, in a chunk,
+            in a batch. A key's place in ``key`` counts. See docs/flex_attention.md.
         context_parallel: the sequence is spread over processes: query, key and value are this one's part, mods see
             positions of the whole. See :class:`fusegrad.ContextParallel` and docs/distributed.md. DTensors say by
             themselves how they are sharded.
@@ -293,6 +298,11 @@ def flex_attention(
     if query.is_nested or key.is_nested or value.is_nested:
         if context_parallel is not None:
             raise ValueError("flex_attention: context_parallel must come with dense tensors, but got nested ones")
+        if batch_invariant:
+            raise NotImplementedError(
+                "flex_attention: batch_invariant must come with dense tensors, but got nested ones, of which a key's "
+                "place in memory depends on the sequences before it: pad them to one length"
+            )
         return _nested(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
             return_aux=return_aux, inplace=inplace, deterministic=deterministic, dropout_p=dropout_p,
@@ -302,6 +312,11 @@ def flex_attention(
             "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"
         )
     if context_parallel is not None or is_dtensor(query, key, value):
+        if batch_invariant:
+            raise NotImplementedError(
+                "flex_attention: batch_invariant must come with plain tensors of one process, but got "
+                + ("context_parallel" if context_parallel is not None else "DTensors")
+            )
         out, lse, max_scores = _sharding.attend(
             query, key, value, score_mod, block_mask, context=context_parallel, scale=scale, enable_gqa=enable_gqa,
             max_scores=return_aux is not None and return_aux.max_scores, deterministic=deterministic,
@@ -313,7 +328,7 @@ def flex_attention(
     maxima = return_aux is not None and return_aux.max_scores
     out, lse, max_scores = attend_traced(
         query, key, value, score, (mask_mod, kv_blocks, block_size), scale, enable_gqa, inplace=inplace,
-        deterministic=deterministic, maxima=maxima, dropout_p=dropout_p,
+        deterministic=deterministic, maxima=maxima, dropout_p=dropout_p, batch_invariant=batch_invariant,
     )  # fmt: skip
     return returned(out, lse, max_scores, return_lse, return_aux)
 
@@ -331,6 +346,7 @@ def attend_traced(
     deterministic: bool | None = None,
     maxima: bool = False,
     dropout_p: float = 0.0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The op with functions that are texts already, whichever way PyTorch's transforms and compiler want it: out, lse,
     and the maxima if asked for."""
@@ -353,7 +369,7 @@ def attend_traced(
     if transformed:
         out, lse = attend(
             query, key, value, score, mask_mod, kv_blocks, block_size, scale, enable_gqa, deterministic, maxima,
-            dropout_p,
+            dropout_p, batch_invariant,
         )  # fmt: skip
         return out, lse, None
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
@@ -370,6 +386,7 @@ def attend_traced(
         deterministic,
         int(maxima),
         dropout_p,
+        batch_invariant,
     )
     return out, lse, max_scores
 

@@ -76,6 +76,7 @@ def compile_flex(
     requires_grad: bool = True,
     deterministic: bool | None = None,
     dropout_p: float = 0.0,
+    batch_invariant: bool = False,
     few_queries: bool = False,
     tangents: bool = False,
     second_derivatives: bool = False,
@@ -102,6 +103,7 @@ def compile_flex(
             some of them only has a kernel of its own.
         deterministic: As for the call.
         dropout_p: As for the call. Only whether it is 0 makes a difference.
+        batch_invariant: As for the call.
         few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
             split instead.
         tangents: Also the kernels of forward mode, where query, key, value and all captured tensors of floats have
@@ -186,7 +188,7 @@ def compile_flex(
         "full_float32": torch.backends.cuda.matmul.fp32_precision != "tf32",
         "training": training,
     }
-    asked: list[dict[str, Any]] = [{"direction": "forward"}]
+    asked: list[dict[str, Any]] = [{"direction": "forward", "batch_invariant": batch_invariant}]
     if training:
         ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         asked.append({"direction": "backward", "needs_grad": needs_grad, "deterministic": ordered})

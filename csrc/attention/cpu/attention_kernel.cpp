@@ -382,23 +382,16 @@ void add(T* __restrict out, const T* in, int64_t count) {
 
 template <class T>
 constexpr AttentionKernels<T> make_kernels() {
-  return {kPanel<T>,
-          kMicroRows,
-          pack_rows<T>,
-          pack_panels<T>,
-          pack_transposed<T>,
-          unpack<T>,
-          unpack_low<T>,
-          multiply<T>,
-          softmax<T>,
-          probabilities<T>,
-          alive<T>,
-          score_gradient<T>,
-          add_max_gradient<T>,
-          row_dot<T>,
-          dropout<T>,
-          drop<T>,
-          add<T>};
+  static_assert(kTerms % kPanel<T> == 0);
+  return {kPanel<T>,         kTerms,
+          kMicroRows,        pack_rows<T>,
+          pack_panels<T>,    pack_transposed<T>,
+          unpack<T>,         unpack_low<T>,
+          multiply<T>,       softmax<T>,
+          probabilities<T>,  alive<T>,
+          score_gradient<T>, add_max_gradient<T>,
+          row_dot<T>,        dropout<T>,
+          drop<T>,           add<T>};
 }
 
 }  // namespace

@@ -52,6 +52,9 @@ template <class T>
 struct AttentionKernels {
   /// Columns of a panel. A matrix of C columns is packed as [ceil(C / panel)][rows][panel], padded with zeros.
   int64_t panel;
+  /// Terms that a product sums up at a time, a multiple of `panel`. A product that begins at a multiple of it has the
+  /// same sums whether terms of 0 come before or not.
+  int64_t terms;
   /// Rows of a micro tile: products are fastest for multiples of it.
   int64_t micro_rows;
 

@@ -49,7 +49,7 @@ BlockMap::BlockMap(const BlockLists& lists, bool masked, int64_t queries, int64_
   }
 }
 
-std::vector<Range> BlockMap::keys_of(int64_t b, int64_t h, Range queries, int64_t longest) const {
+std::vector<Range> BlockMap::keys_of(int64_t b, int64_t h, Range queries, int64_t tile, int64_t step) const {
   std::vector<Range> result;
   const int64_t first = queries.begin / block_rows_, last = (queries.end - 1) / block_rows_;
   const auto seen = [&](int64_t col) {
@@ -60,11 +60,15 @@ std::vector<Range> BlockMap::keys_of(int64_t b, int64_t h, Range queries, int64_
   };
   for (int64_t col = 0; col < cols_; ++col) {
     if (!seen(col)) continue;
-    int64_t end = col + 1;
-    while (end < cols_ && seen(end)) ++end;
-    const Range run{col * block_cols_, std::min(end * block_cols_, keys_)};
-    for (int64_t k = run.begin; k < run.end; k += longest) result.push_back({k, std::min(k + longest, run.end)});
-    col = end;
+    const Range block{col * block_cols_, std::min((col + 1) * block_cols_, keys_)};
+    for (int64_t k = block.begin; k < block.end; k = (k / tile + 1) * tile) {
+      const int64_t end = std::min((k / tile + 1) * tile, block.end);
+      if (!result.empty() && result.back().begin / tile == k / tile) {
+        result.back().end = end;
+      } else {
+        result.push_back({k / step * step, end});
+      }
+    }
   }
   return result;
 }
@@ -83,8 +87,8 @@ int64_t BlockMap::listed_pairs(int64_t b, int64_t h, Range queries, Range keys) 
 }
 
 TileMasker::TileMasker(const BlockMap& blocks, const score_mod::MaskProgram* program, int64_t max_rows,
-                       int64_t max_cols, int64_t panel)
-    : blocks_(blocks), panel_(panel), stride_(max_cols) {
+                       int64_t max_cols, int64_t step)
+    : blocks_(blocks), step_(step), stride_(max_cols) {
   if (program != nullptr) evaluator_ = std::make_unique<score_mod::MaskEvaluator>(*program, max_rows, max_cols);
   bytes_.resize(static_cast<size_t>(max_rows * max_cols));
   any_.resize(static_cast<size_t>(max_cols));
@@ -104,7 +108,7 @@ TileMask TileMasker::mask(int64_t b, int64_t h, Range queries, Range keys) {
   while (cols.begin < cols.end && column_is(cols.end - 1, BlockState::kNone)) --cols.end;
   if (cols.begin == cols.end) return {};
   TileMask result;
-  result.begin = std::max<int64_t>(cols.begin * block_cols - keys.begin, 0) / panel_ * panel_;
+  result.begin = std::max<int64_t>(cols.begin * block_cols - keys.begin, 0) / step_ * step_;
   result.end = std::min(cols.end * block_cols - keys.begin, keys.size());
   bool full = result.begin + keys.begin >= cols.begin * block_cols;
   for (int64_t col = cols.begin; full && col < cols.end; ++col) full = column_is(col, BlockState::kFull);
@@ -154,7 +158,7 @@ TileMask TileMasker::mask(int64_t b, int64_t h, Range queries, Range keys) {
   if (result.begin == result.end) return {};
   int64_t begin = result.begin;
   while (!needed(begin)) ++begin;
-  result.begin = begin / panel_ * panel_;
+  result.begin = begin / step_ * step_;
   result.bytes = bytes_.data() + result.begin;
   result.stride = stride_;
   return result;

@@ -33,8 +33,9 @@ class BlockMap {
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
 
-  /// The keys that some of the queries may see, as ranges of at most `longest`, in order.
-  std::vector<Range> keys_of(int64_t b, int64_t h, Range queries, int64_t longest) const;
+  /// The keys that some of the queries may see, as ranges in order: one of each `tile` keys from a multiple of it on.
+  /// It begins at a multiple of `step`, so that a query's keys are summed in the same order whatever other queries see.
+  std::vector<Range> keys_of(int64_t b, int64_t h, Range queries, int64_t tile, int64_t step) const;
 
   /// How many of the pairs lie in blocks that are not excluded; block by block, so that it is quick.
   int64_t listed_pairs(int64_t b, int64_t h, Range queries, Range keys) const;
@@ -44,9 +45,9 @@ class BlockMap {
   std::vector<BlockState> states_;
 };
 
-/// The part of a tile's columns where pairs take part, and which do: null where all of them.
+/// The part of a tile's columns where pairs take part, and which do: null where all of them. `step`: the TileMasker's.
 struct TileMask {
-  int64_t begin = 0, end = 0;      ///< columns of the tile, begin a multiple of the panel; empty: no pair takes part
+  int64_t begin = 0, end = 0;      ///< columns of the tile, begin a multiple of the step; empty: no pair takes part
   const uint8_t* bytes = nullptr;  ///< of (row, begin)
   int64_t stride = 0;
 };
@@ -54,16 +55,16 @@ struct TileMask {
 /// One thread's evaluator of masks.
 class TileMasker {
  public:
-  /// `program`: the mask_mod's, or null.
+  /// `program`: the mask_mod's, or null. `step`: a multiple of the products' panel.
   TileMasker(const BlockMap& blocks, const score_mod::MaskProgram* program, int64_t max_rows, int64_t max_cols,
-             int64_t panel);
+             int64_t step);
 
   /// The result lives until the next call. Raises IndexError where the mask_mod reads out of range.
   TileMask mask(int64_t b, int64_t h, Range queries, Range keys);
 
  private:
   const BlockMap& blocks_;
-  int64_t panel_, stride_;
+  int64_t step_, stride_;
   std::unique_ptr<score_mod::MaskEvaluator> evaluator_;
   std::vector<uint8_t> bytes_, any_;
 };

@@ -100,7 +100,7 @@ class Worker {
         row_max_(rows),
         row_sum_(rows),
         row_ties_(rows),
-        masker_(p_.blocks, p_.mask(), kTileRows, kTileCols, p_.kernels.panel) {
+        masker_(p_.blocks, p_.mask(), kTileRows, kTileCols, p_.kernels.terms) {
     if (p_.score_program) evaluator_.emplace(*p_.score_program, kTileRows, kTileCols);
     if (p_.keeps_pairs(kTileCols) && !takes_groups(p_)) evaluator_->keep();
     if (p_.dropout) dropout_ = Scratch<T>(kTileRows * kScoreStride);
@@ -119,7 +119,7 @@ class Worker {
                         p_.query.at(b, h + i, queries.begin), queries.size(), p_.head_size, p_.scale);
     }
     const int64_t key_head = h / p_.group();
-    for (const Range keys : p_.blocks.keys_of(b, h, queries, kTileCols)) {
+    for (const Range keys : p_.blocks.keys_of(b, h, queries, kTileCols, p_.kernels.terms)) {
       kernels.pack_transposed(key_.data(), p_.key.at(b, key_head, keys.begin), keys.size(), p_.head_size);
       kernels.pack_panels(value_.data(), p_.value.at(b, key_head, keys.begin), keys.size(), p_.value_size, T(1));
       for (int64_t q = queries.begin; q < queries.end; q += kTileRows) {

@@ -61,7 +61,7 @@ class Worker {
     pack_queries(query_.data(), p_.query);
     if (query_view_) pack_queries(query_tangent_.data(), *query_view_);
     const int64_t key_head = h / p_.group();
-    for (const Range keys : p_.blocks.keys_of(b, h, queries, kTileCols)) {
+    for (const Range keys : p_.blocks.keys_of(b, h, queries, kTileCols, p_.kernels.panel)) {
       const TileMask mask = masker_.mask(b, h, queries, keys);
       if (mask.begin == mask.end) continue;
       const auto pack_keys = [&](T* to, const HeadView& from) {

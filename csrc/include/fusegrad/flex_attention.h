@@ -66,6 +66,10 @@ struct FlexAttentionOptions {
   /// 0 and less than 1, taken to the nearest multiple of 2^-40 and to at most 1 - 2^-15. A call draws one number of
   /// PyTorch's generator of the query's device, by which the backward knows the pairs too.
   TORCH_ARG(double, dropout_p) = 0.0;
+  /// Output and lse of a query have the same bits whatever other queries, heads and batches the call has, and however
+  /// many keys that take no part for the query. A key's place in `key` counts: keys are summed in an order that begins
+  /// at place 0.
+  TORCH_ARG(bool, batch_invariant) = false;
 };
 
 /// What flex_attention returns beside its output: both [B, H, M], float32 (float64 for float64) and differentiable.

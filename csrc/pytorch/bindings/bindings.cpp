@@ -38,6 +38,7 @@ void bind(py::Module m) {
       "What the weights that flex attention's dropout keeps are multiplied by.");
   m.value("FLEX_MAX_SCORES", int64_t{fusegrad::kFlexMaxScores});
   m.value("FLEX_LOW", int64_t{fusegrad::kFlexLow});
+  m.value("FLEX_INVARIANT", int64_t{fusegrad::kFlexInvariant});
   fusegrad::score_mod::bind(
       m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/design/score_mod.md."));
   fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/design/jit.md."));

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "cuda/attention/backward/backward.h"
+#include "cuda/attention/forward/segments.h"
 #include "cuda/attention/mask/block_states.h"
 #include "cuda/attention/plan/call_plan.h"
 #include "cuda/attention/plan/plan.h"
@@ -72,6 +73,8 @@ FlexKernel kernel_named(const std::string& name) {
                                                          {"grad_buffers", FlexKernel::kGradBuffers},
                                                          {"tangents", FlexKernel::kTangents},
                                                          {"pair_tangents", FlexKernel::kPairTangents},
+                                                         {"segments", FlexKernel::kSegments},
+                                                         {"merge_segments", FlexKernel::kMergeSegments},
                                                          {"pair_tangents of grad_out", FlexKernel::kPairTangents}};
   const auto found = kernels.find(name);
   if (found == kernels.end()) throw std::invalid_argument("Case: no kernel is named " + name);
@@ -113,13 +116,15 @@ FlexCase make_case(py::Fields fields) {
   fields.check_all_read();
   c.wide = std::max(c.head_size, c.value_size) > kMostCols;
   c.kernel = kernel_named(kernel);
+  if (c.kernel == FlexKernel::kSegments) c.segment_keys = segment_keys();
   c.grad_out_tangent = kernel == "pair_tangents of grad_out";
   c.dtype = dtype_named(dtype);
   c.score_mod = make_mod(score_mod.first, score_mod.second);
   c.mask_mod = make_mod(mask_mod.first, mask_mod.second);
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
-  const bool results = c.kernel == FlexKernel::kForward || c.kernel == FlexKernel::kTangents;
+  const bool results = c.kernel == FlexKernel::kForward || c.kernel == FlexKernel::kTangents ||
+                       c.kernel == FlexKernel::kSegments || c.kernel == FlexKernel::kMergeSegments;
   c.unscaled = results && c.score_mod.text.empty();
   if (c.dtype != DType::kFloat32 && lengths[0] > 0 && lengths[1] > 0) {
     c.most_queries = most_of(lengths[0]);
@@ -181,6 +186,7 @@ std::pair<std::string, Asked> make_asked(py::Fields fields) {
   fields.read("dropout", asked.dropout);
   fields.read("full_float32", asked.full_float32);
   fields.read("max_scores", asked.max_scores);
+  fields.read("batch_invariant", asked.batch_invariant);
   fields.read("training", training);
   fields.read("grad_out_tangent", grad_out_tangent);
   fields.check_all_read();
@@ -306,6 +312,9 @@ void bind(py::Module m) {
   m.def("force_shared_limit", &force_flex_shared_limit, py::arg("bytes"),
         "For tests and benchmarks: plan as on a GPU with at most so many bytes of shared memory a CTA, such as 101376 "
         "of sm_86, sm_89 and sm_120; 0: this GPU's own.");
+  m.def(
+      "force_segment_keys", &force_segment_keys, py::arg("keys"),
+      "For tests and benchmarks: batch_invariant's segments have so many keys, a multiple of 128; 0: the usual ones.");
   m.def("force_whole", &force_flex_whole, py::arg("whole"),
         "For tests: 1: a backward's CTA takes all keys of a head wherever it can; 0: nowhere; -1: where it pays.");
   m.def(

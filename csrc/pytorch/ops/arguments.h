@@ -661,6 +661,7 @@ struct FlexAttentionCall {
   OPTION(std::optional<bool>, deterministic);
   OPTION(int64_t, aux) = 0;
   OPTION(double, dropout_p) = 0.0;
+  OPTION(bool, batch_invariant) = false;
 };
 
 /// What shapes the scores. `dropout_seed` is one int64 on the query's device, absent without dropout: from it and a

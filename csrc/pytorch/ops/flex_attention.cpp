@@ -171,7 +171,8 @@ Tensor dropout_seed_for(const Tensor& query) {
 
 // What shapes the scores, checked; q, k and v are as autocast wants them.
 FlexScores checked_scores(const FlexAttentionCall& call, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p] = call;
+  const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p, batch_invariant] =
+      call;
   refuse_transforms(kOp, tensors_of(call));
   check_heads(q, k, v, enable_gqa);
   FlexScores scores;
@@ -201,7 +202,8 @@ std::tuple<std::vector<Tensor>, double> flex_attention_checked_op(const FlexAtte
 }
 
 FlexTuple flex_attention_op(const FlexAttentionCall& call) {
-  const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p] = call;
+  const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p, batch_invariant] =
+      call;
   const auto tensors = tensors_of(call);
   refuse_transforms(kOp, tensors);
   const Tensor q = as_autocast_wants(query), k = as_autocast_wants(key), v = as_autocast_wants(value);
@@ -216,7 +218,8 @@ FlexTuple flex_attention_op(const FlexAttentionCall& call) {
     scores.dropout_p = dropout_p;
     scores.dropout_seed = dropout_seed_for(query);
   }
-  auto out = autograd::flex_attention(q, k, v, scores, aux, ordered, overwrite);
+  const int64_t bits = aux | (batch_invariant ? kFlexInvariant : 0);
+  auto out = autograd::flex_attention(q, k, v, scores, bits, ordered, overwrite);
   if (!out.max_scores.defined()) out.max_scores = at::empty({0}, out.lse.options().requires_grad(false));
   return {out.out, out.lse, out.max_scores};
 }
@@ -235,7 +238,8 @@ FlexAttentionOutput run_flex_attention(const Tensor& query, const Tensor& key, c
                          .inplace = options.inplace(),
                          .deterministic = options.deterministic(),
                          .aux = aux,
-                         .dropout_p = options.dropout_p()};
+                         .dropout_p = options.dropout_p(),
+                         .batch_invariant = options.batch_invariant()};
   auto& mods = call.mods;
   mods.score_mod = score_mod.text;
   mods.score_mod_buffers = score_mod.buffers;

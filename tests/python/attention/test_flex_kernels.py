@@ -96,7 +96,9 @@ class Kernel(NamedTuple):
     # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head, "stays" the
     # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "grad_buffers" the
     # kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the forward of few
-    # queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
+    # queries in tiles of so many rows; of "split_" ones keys are split over CTAs. "segments" is the forward with
+    # batch_invariant, "segments16" and "segments64" the one whose rows are queries of several heads and whose CTAs
+    # have a segment each, which "merge_segments" adds up.
     kernel: str
     dtype: str
     head_size: int
@@ -117,6 +119,10 @@ class Kernel(NamedTuple):
         split, kernel = kernel.startswith("split_"), kernel.removeprefix("split_")
         rows = int(kernel.removeprefix("few")) if kernel.startswith("few") else 0
         kernel = "forward" if rows else kernel
+        if kernel.startswith("segments"):
+            rows = int(kernel.removeprefix("segments") or 0)
+            split, kernel = rows > 0, "segments"
+        results = kernel in ("forward", "segments", "merge_segments")
         stays = kernel.startswith("stays")
         return case(
             "backward" if stays or kernel in ("ordered", "turns", "short", "whole") else kernel,
@@ -125,7 +131,7 @@ class Kernel(NamedTuple):
             score_mod=text_of(score),
             mask_mod=text_of(mask),
             block_size=blocks,
-            wants_grad=[] if kernel == "forward" else [b.requires_grad for b in buffers],
+            wants_grad=[] if results else [b.requires_grad for b in buffers],
             elements=[b.numel() for b in buffers],
             deterministic=kernel in ("ordered", "stays_ordered", "grad_query"),
             tall=kernel not in ("short", "whole"),
@@ -210,6 +216,16 @@ pair_tangents float16 128 128 softcap causal
 pair_tangents float32 64 64 alibi document
 forward float16 96 64 none lists
 backward float32 64 64 A lists
+segments bfloat16 64 64 none none
+segments bfloat16 128 128 none causal
+segments float16 256 256 softcap causal
+segments float32 64 64 A document
+segments float32 256 256 none small
+segments16 bfloat16 128 128 none none
+segments16 float16 64 64 D small
+segments16 float32 128 128 softcap causal
+merge_segments bfloat16 128 128 none none
+merge_segments float32 64 64 none none
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
@@ -322,6 +338,22 @@ whole bfloat16 128 128 none lists
 whole bfloat16 128 128 A none
 grad_buffers bfloat16 32 32 P none
 grad_buffers bfloat16 64 64 P none
+segments bfloat16 64 64 none none
+segments bfloat16 64 64 none causal
+segments bfloat16 64 64 P none
+segments bfloat16 128 128 none none
+segments bfloat16 128 128 none causal
+segments bfloat16 128 128 none lists
+segments bfloat16 128 128 alibi none
+segments bfloat16 128 128 D document
+segments float16 192 128 none causal
+segments float16 256 256 softcap causal
+segments+dropout bfloat16 128 128 none causal
+segments64 bfloat16 64 64 softcap causal
+segments64 bfloat16 128 128 none none
+segments64 bfloat16 128 128 D document
+segments64 bfloat16 256 256 none none
+segments64+dropout bfloat16 128 128 none none
 """
 
 
@@ -454,6 +486,10 @@ def written_too_early(assembly: str) -> list[str]:
         "grad_query bfloat16 256 256 none causal",
         "tangents bfloat16 64 64 none none",
         "tangents bfloat16 128 128 D causal",
+        "segments bfloat16 64 64 none none",
+        "segments bfloat16 128 128 none causal",
+        "segments64 bfloat16 128 128 none none",
+        "segments64 bfloat16 256 256 none none",
     ],
 )
 def test_operands_keep_their_registers_until_products_have_read_them(row: str, tmp_path: Path) -> None:
@@ -496,6 +532,9 @@ def test_the_selection_meets_everything() -> None:
         ("bfloat16", "grad_buffers"),
         ("bfloat16", "ordered"),
         ("bfloat16", "short"),
+        ("bfloat16", "segments"),
+        ("float16", "segments"),
+        ("bfloat16", "segments64"),
         ("bfloat16", "split_forward"),
         ("bfloat16", "split_grad_query"),
         ("bfloat16", "turns"),

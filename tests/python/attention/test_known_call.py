@@ -338,6 +338,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         "inplace": [True, 0],
         "deterministic": [True, False, 1],
         "dropout_p": [0, 0.0, -1.0, 2.0, "x"],
+        "batch_invariant": [True, False, 1],
         "context_parallel": [3],
         "score_mod": [lambda s, b, h, i, j: s * 2, lambda s: s, 3],
         "unknown": [1],

@@ -1,9 +1,11 @@
 // The plan of a forward.
 #include <algorithm>
 
+#include "common/error.h"
 #include "cuda/attention/forward/few_queries.h"
 #include "cuda/attention/forward/forward.h"
 #include "cuda/attention/forward/merge.h"
+#include "cuda/attention/forward/segments.h"
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/run.h"
 #include "cuda/attention/plan/steps.h"
@@ -14,7 +16,21 @@ namespace {
 
 using Now = Run<FlexForwardCall>;
 
+FlexCase invariant_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
+  FUSEGRAD_CHECK(NotImplementedError, !asked.max_scores,
+                 "flex_attention: batch_invariant on CUDA must not come with max_scores, but does");
+  FlexCase c = segments_case(plan.common, plan.shape, plan.mask, gpu.multiprocessors, gpu.architecture);
+  if (c.few_rows == 0) {
+    align_boxes(asked, plan);
+    c = segments_case(plan.common, plan.shape, plan.mask, gpu.multiprocessors, gpu.architecture);
+  }
+  c.out_low = asked.out_low;
+  c.unscaled = asked.score_mod.text.empty() && asked.positive_scale;
+  return c;
+}
+
 FlexCase forward_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
+  if (asked.batch_invariant) return invariant_case(asked, gpu, plan);
   FlexCase c = plan.common;
   c.kernel = FlexKernel::kForward;
   c.max_scores = asked.max_scores;
@@ -33,9 +49,10 @@ FlexCase forward_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   return c;
 }
 
-// The kernel of a part of the values' columns, of which each part gives the same lse.
+// The kernel of a part of the values' columns, of which each part gives the same lse. `merge`: what adds up segments,
+// of a call with batch_invariant whose segments are CTAs.
 struct Part {
-  std::shared_ptr<const Program> program;
+  std::shared_ptr<const Program> program, merge;
   int64_t first, count;
 };
 
@@ -79,36 +96,50 @@ Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
     return plan.shape.query_heads() * plan.shape.queries * program.launch.splits;
   };
   const auto partial_cols = [](int64_t count) { return static_cast<int>(tiles_in(count, 4) * 4); };
+  // A CTA that has several segments keeps their sum there too.
+  const bool keeps = asked.batch_invariant && plan.shape.keys > segment_keys();
   const auto merges = [](const Program& program) {
     return program.launch.splits > 1 || program.launch.spec.facts().key_splits;
+  };
+  // Persistent CTAs keep what each of their accumulators' threads has, and no rows.
+  const auto keeps_by_cta = [=](const Program& program) {
+    return keeps && !merges(program) && program.launch.spec.tile().is_hopper();
+  };
+  const auto bytes_of = [=](const Program& program, int64_t count) {
+    const KernelFacts& f = program.launch.spec.facts();
+    if (keeps_by_cta(program)) return 4 * program.launch.ctas * f.tile.rows * f.value;
+    return partial_rows(program) * (partial_cols(count) + 4) * 4;
   };
   int64_t partial_bytes = 0, first = 0;
   for (const int count : column_parts(c.value_size, kMostCols)) {
     c.value_size = count;
     FlexShape shape = plan.shape;
     shape.value_size = count;
-    parts.push_back(
-        {make_program(plan_launch(plan_kernel(c, gpu.architecture), shape, plan.mask, gpu.multiprocessors), plan),
-         first, count});
+    const auto make = [&](const FlexCase& of) {
+      return make_program(plan_launch(plan_kernel(of, gpu.architecture), shape, plan.mask, gpu.multiprocessors), plan);
+    };
+    parts.push_back({make(c), nullptr, first, count});
     first += count;
     const Program& program = *parts.back().program;
-    if (merges(program)) partial_bytes = std::max(partial_bytes, partial_rows(program) * (partial_cols(count) + 4) * 4);
+    if (merges(program) && asked.batch_invariant) parts.back().merge = make(merge_segments_case(c));
+    if (keeps || merges(program)) partial_bytes = std::max(partial_bytes, bytes_of(program, count));
   }
   const Region partial = partial_bytes > 0 ? plan.scratch.add("partial outputs", partial_bytes) : kNoRegion;
   add_copies(plan);
   for (const Part& part : parts) {
     const Program& program = *part.program;
-    const bool split = merges(program);
+    const bool split = merges(program), partials = split || keeps;
+    const bool by_cta = keeps_by_cta(program);
     const auto partials_of = [=, splits = program.launch.splits, cols = partial_cols(part.count),
                               rows = partial_rows(program)](const Now& r) {
       device::FlexPartials p{nullptr, nullptr, splits, cols};
-      if (!split) return p;
+      if (!partials) return p;
       p.rows = r.at<device::FlexPartialRow>(partial);
-      p.out = r.at<float>(partial) + 4 * rows;
+      p.out = r.at<float>(partial) + (by_cta ? 0 : 4 * rows);
       return p;
     };
     add_lists(plan, part.program);
-    const auto used = [&] { return split ? std::vector<Region>{partial} : std::vector<Region>{}; };
+    const auto used = [&] { return partials ? std::vector<Region>{partial} : std::vector<Region>{}; };
     plan.steps.push_back({program.launch.spec.name(), part.program, used(), [=](Now& r) {
                             const Program& program = *part.program;
                             device::FlexForwardArguments a = arguments_of(r, part, partials_of(r));
@@ -126,6 +157,13 @@ Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
                             }
                           }});
     if (!split) continue;
+    if (part.merge != nullptr) {
+      plan.steps.push_back({part.merge->launch.spec.name(), part.merge, {partial}, [=](Now& r) {
+                              device::FlexForwardArguments a = arguments_of(r, part, partials_of(r));
+                              r.launch(*part.merge, &a, {});
+                            }});
+      continue;
+    }
     plan.steps.push_back({"flex_merge", nullptr, {partial}, [=, dtype = c.dtype, unscaled = c.unscaled](Now& r) {
                             const auto a = arguments_of(r, part, partials_of(r));
                             flex_merge(a.partials,

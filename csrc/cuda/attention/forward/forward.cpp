@@ -18,16 +18,15 @@ namespace fusegrad::cuda {
 
 using namespace planner;
 
-namespace {
-
 using score_mod::Reads;
 
-// A tile's lines of what mods read.
 int line_bytes(const FlexCase& c) {
   const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
                      reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
   return lines ? 6 << 10 : 0;
 }
+
+namespace {
 
 // Whether a score_mod uses q_idx and kv_idx for nothing but places of reads.
 bool are_places_alone(const score_mod::Graph& graph) {

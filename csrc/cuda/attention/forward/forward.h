@@ -10,6 +10,8 @@
 
 namespace fusegrad::cuda {
 
+/// Hopper: the bytes of a tile's lines of what mods read.
+int line_bytes(const FlexCase& c);
 /// Kernel::config of what the Hopper kernels with results have in common.
 void hopper_result_config(const FlexCase& c, const KernelFacts& f, ConfigText& text);
 /// Kernel::products: S, both operands in shared memory, K-major; O, P in registers by values, MN-major.

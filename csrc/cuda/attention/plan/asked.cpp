@@ -112,6 +112,7 @@ Asked asked_of(const FlexForwardCall& call) {
   add_operands(asked, call.of);
   asked.max_scores = call.results.max_scores != nullptr;
   asked.out_low = call.results.out_low.data != nullptr;
+  asked.batch_invariant = call.batch_invariant;
   return asked;
 }
 
@@ -136,7 +137,7 @@ Asked asked_of(const FlexBackwardCall& call) {
 Asked backward_after(const Asked& forward, const FlexForwardCall& call) {
   Asked asked = forward;
   asked.direction = FlexDirection::kBackward;
-  asked.max_scores = asked.out_low = false;
+  asked.max_scores = asked.out_low = asked.batch_invariant = false;
   asked.there[kGradOut] = asked.aligned[kGradOut] = true;
   asked.score_mod.scalars = integers_of(call.of.score_mod);
   asked.needs_grad = call.needs_grad;

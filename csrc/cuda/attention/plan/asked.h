@@ -68,6 +68,7 @@ struct Asked {
   bool positive_scale = true, dropout = false, full_float32 = true;
   std::array<bool, kFlexOperands> there{}, aligned{};  ///< of operands: whether there is one, and lies as kernels read
   bool max_scores = false, out_low = false;            ///< forward and tangents: results that are wanted
+  bool batch_invariant = false;                        ///< forward
   // backward
   std::vector<bool> needs_grad;                   ///< of query, key and value, then of the score_mod's buffers
   std::array<bool, 3> aligned_gradients{};        ///< of query, key and value: rows lie as kernels store them

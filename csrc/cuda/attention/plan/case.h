@@ -14,8 +14,18 @@ namespace fusegrad::cuda {
 
 /// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part. kTangents: forward
 /// mode, the results and their tangents. kPairTangents: second derivatives, what pairs give to the tangents of the
-/// gradients of query, key and value.
-enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers, kTangents, kPairTangents };
+/// gradients of query, key and value. kSegments, kMergeSegments: the forward with batch_invariant, and what adds up
+/// segments of keys where each is a CTA's (forward/segments.h).
+enum class FlexKernel : uint8_t {
+  kForward,
+  kBackward,
+  kGradQuery,
+  kGradBuffers,
+  kTangents,
+  kPairTangents,
+  kSegments,
+  kMergeSegments
+};
 
 /// A score_mod or mask_mod; without a text there is none.
 struct FlexMod {
@@ -64,7 +74,9 @@ struct FlexCase {
   bool key_splits = false;              ///< forward and dQ by itself: rows of tiles are split over several CTAs
   // forward
   bool max_scores = false, out_low = false;
-  int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile
+  int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile.
+                     ///< kSegments too
+  int64_t segment_keys = 0;       ///< kSegments: keys of a segment
   FlexTangentsOf tangents_of;     ///< tangents
   bool grad_out_tangent = false;  ///< pair_tangents
   // backward

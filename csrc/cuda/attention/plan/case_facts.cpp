@@ -22,7 +22,9 @@ bool mixed(const FlexCase& c, const FlexTile& t) {
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
 
 bool has_derivative(const FlexCase& c) {
-  return c.kernel != FlexKernel::kForward && c.kernel != FlexKernel::kTangents && !c.score_mod.text.empty();
+  const bool results = c.kernel == FlexKernel::kForward || c.kernel == FlexKernel::kTangents ||
+                       c.kernel == FlexKernel::kSegments || c.kernel == FlexKernel::kMergeSegments;
+  return !results && !c.score_mod.text.empty();
 }
 bool splits_products(const FlexCase& c) { return c.dtype == DType::kFloat32 && c.split; }
 // The other warpgroup of the Hopper kernels is the producer.

@@ -27,6 +27,7 @@ struct Kernel {
   bool tangent = false;           ///< takes what the score_mod's tangent captures
   bool shared_pointer = false;    ///< its class takes shared memory as a pointer, not as an address
   bool derives = true;            ///< takes the score_mod's derivative
+  bool exact = false;             ///< nothing becomes one rounding that does not say so: no contraction
   bool predicates_reads = false;  ///< Hopper: reads of each pair by itself are predicated, else shared where equal
   KernelNames (*names)(const KernelFacts& f);
 
@@ -60,5 +61,7 @@ const Kernel& grad_query_kernel();
 const Kernel& grad_buffers_kernel();
 const Kernel& tangents_kernel();
 const Kernel& pair_tangents_kernel();
+const Kernel& segments_kernel();
+const Kernel& merge_segments_kernel();
 
 }  // namespace fusegrad::cuda

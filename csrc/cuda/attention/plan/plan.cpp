@@ -95,6 +95,10 @@ const Kernel& kernel_of(FlexKernel kernel) {
       return tangents_kernel();
     case FlexKernel::kPairTangents:
       return pair_tangents_kernel();
+    case FlexKernel::kSegments:
+      return segments_kernel();
+    case FlexKernel::kMergeSegments:
+      return merge_segments_kernel();
   }
   fail<NotImplementedError>("flex_attention: no such kernel");
 }

@@ -120,7 +120,7 @@ std::string entry(const KernelSpec& spec) {
 // score_mod contract other products and sums to one rounding.
 std::vector<std::string> flags(const FlexCase& c) {
   const bool compares = (c.max_scores || c.max_gradient) && !c.score_mod.text.empty();
-  return compares ? std::vector<std::string>{"--fmad=false"} : std::vector<std::string>{};
+  return compares || kernel_of(c.kernel).exact ? std::vector<std::string>{"--fmad=false"} : std::vector<std::string>{};
 }
 
 }  // namespace

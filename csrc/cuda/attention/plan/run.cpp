@@ -227,7 +227,9 @@ void PlanRun::launch(const Program& program, void* arguments, const std::vector<
   how.stream = stream_;
   // Its first steps go on beside the kernel that makes its lists of tiles; of few queries, beside any.
   how.programmatic = facts.few() ? std::stoi(Gpu::current().architecture) >= 90
-                                 : facts.blocks && facts.kernel == FlexKernel::kForward && facts.hopper();
+
+                                 : facts.blocks && facts.hopper() &&
+                                       (facts.kernel == FlexKernel::kForward || facts.kernel == FlexKernel::kSegments);
   std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
   all.insert(all.end(), more.begin(), more.end());
   kernel(program, ahead).launch(how, all.data());

@@ -23,7 +23,8 @@ std::optional<FlexFamily> forced_family() { return forced; }
 // Whether the Hopper forward or backward has boxes of what a score_mod reads.
 bool has_hopper_boxes(const FlexCase& c) {
   const bool backward = c.kernel == FlexKernel::kBackward && fits_hopper_backward(c) && (c.grad_query || c.grad_key);
-  return (c.kernel == FlexKernel::kForward || backward) && c.aligned_boxes && has_boxes(c.score_mod);
+  const bool forward = c.kernel == FlexKernel::kForward || (c.kernel == FlexKernel::kSegments && c.few_rows == 0);
+  return (forward || backward) && c.aligned_boxes && has_boxes(c.score_mod);
 }
 
 // CTAs of a multiprocessor. More than two would leave each thread fewer registers than it needs.

@@ -35,7 +35,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     for (const Tensor& t : {o.lse, o.max_scores}) t.fill_(-INFINITY);
   } else if (o.lse.numel() != 0) {
     const FlexViews views(query, key, value, scores);
-    FlexForwardCall call{views.call(), results_of(o), {}, (aux & kFlexOrdered) != 0};
+    FlexForwardCall call{views.call(), results_of(o), {}, (aux & kFlexOrdered) != 0, (aux & kFlexInvariant) != 0};
     if ((aux & kFlexBackward) != 0) {
       for (const Tensor* t : {&query, &key, &value}) call.needs_grad.push_back(t->requires_grad());
       for (const Tensor& t : scores.score_mod.buffers) call.needs_grad.push_back(t.requires_grad());
