@@ -332,6 +332,26 @@ std::vector<NodeId> pair_reads(const Graph& graph) {
   return result;
 }
 
+std::vector<Dimension> indexed_by(const Graph& graph, int buffer) {
+  const auto reads_it = [&](NodeId id) { return graph[id].op == Op::kLoad && graph[id].payload == buffer; };
+  std::vector<Dimension> found;
+  for (const NodeId id : reachable(graph)) {
+    const Node& node = graph[id];
+    for (size_t d = 0; d < node.operands.size(); ++d) {
+      if (!reads_it(node.operands[d])) continue;
+      if (node.op != Op::kLoad || node.payload == buffer) return {};
+      found.push_back({static_cast<int>(node.payload), d});
+    }
+  }
+  for (const Contribution& c : graph.contributions()) {
+    if (reads_it(c.value)) return {};
+    for (size_t d = 0; d < c.indices.size(); ++d) {
+      if (reads_it(c.indices[d])) found.push_back({c.buffer, d});
+    }
+  }
+  return found;
+}
+
 std::optional<BatchGroups> batch_groups(const Graph& graph) {
   const auto dependence = dependences(graph);
   for (const NodeId id : pair_reads(graph)) {

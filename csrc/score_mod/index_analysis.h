@@ -89,6 +89,16 @@ std::vector<Reads> reads(const Graph& graph);
 /// itself, and no score: what a score_mod reads of a pair, and other batches perhaps too.
 std::vector<NodeId> pair_reads(const Graph& graph);
 
+/// A dimension of a buffer.
+struct Dimension {
+  int buffer;
+  size_t dimension;
+};
+/// What the integers of a buffer are indices of, where they are nothing else: an index that is out of range may then be
+/// another one that is. Of a derivative, of its contributions too. None where they are compared or counted with, or
+/// are not read.
+std::vector<Dimension> indexed_by(const Graph& graph, int buffer);
+
 /// The groups of the first of pair_reads that has any.
 std::optional<BatchGroups> batch_groups(const Graph& graph);
 /// Whether these are the groups of a load's place.

@@ -438,7 +438,7 @@ class Renderer {
     begin("auto pair_row", "int b, int h, int q_idx, bool valid");
     there_ = true;
     for (size_t i = 0; i < pair_loads_.size(); ++i) {
-      if (box_bytes(graph_, pair_loads_[i], options_.dtypes) == 0) continue;
+      if (box_bytes(graph_, pair_loads_[i], options_.dtypes) == 0 && !reads_places(graph_, pair_loads_[i])) continue;
       text_ += "    if constexpr (k == " + number(static_cast<int64_t>(i)) + ") {\n";
       row_of(pair_loads_[i]);
       text_ += "    }\n";
@@ -800,6 +800,20 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
     if ((dependence[node.operands[k]].on() & set_of(kVarKv)) != 0) return 0;
   }
   return storage_bytes(dtype);
+}
+
+bool reads_places(const Graph& graph, NodeId load) {
+  const Node& node = graph[load];
+  const size_t rank = node.operands.size();
+  if (node.type != Type::kInt || rank < 2) return false;
+  const auto is = [&](size_t d, Input input) {
+    const Node& index = graph[node.operands[d]];
+    return index.op == Op::kInput && static_cast<Input>(index.payload) == input;
+  };
+  if (!is(rank - 2, Input::kQ) || !is(rank - 1, Input::kKv)) return false;
+  const auto dependence = dependences(graph);
+  return std::all_of(node.operands.begin(), node.operands.end() - 2,
+                     [&](NodeId index) { return (dependence[index].on() & ~(set_of(kVarB) | set_of(kVarH))) == 0; });
 }
 
 namespace {

@@ -36,9 +36,12 @@ struct RenderOptions {
 /// key, and have 2 or 4 bytes each; else 0.
 int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 
+/// Whether one of pair_reads reads integers at [..., q_idx, kv_idx], the indices before depending on neither.
+bool reads_places(const Graph& graph, NodeId load);
+
 /// Which first indices the buffer of one of pair_reads has: 1, one that depends on b and the call's numbers alone,
-/// such as b or b // 2; 2, h. They come in this order, then q_idx and kv_idx, so that boxes are the buffer's own, whose
-/// elements have 2 bytes. -1: its indices are others.
+/// such as b or b // 2; 2, h. They come in this order, then q_idx and kv_idx, so that boxes are the buffer's own, of
+/// floats. -1: its indices are others.
 int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 /// Those of pair_reads that have box_dimensions, in their order.
 std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes);
@@ -76,7 +79,7 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static constexpr PairRead kPair[];
 ///     template <int k>
 ///     static __device__ auto pair_read(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
-///     // with box_bytes: a query's row
+///     // with box_bytes, or where it reads_places: a query's row
 ///     template <int k>
 ///     static __device__ PairRow pair_row(const Captured&, int b, int h, int q_idx, bool valid);
 ///     // with 1 among its box_dimensions: the first index, -1 out of range

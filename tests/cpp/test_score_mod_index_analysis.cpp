@@ -1,6 +1,10 @@
 // Bounds of integer values, against all values of their operands.
 #include <gtest/gtest.h>
 
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "score_mod/index_analysis.h"
 #include "score_mod/text.h"
 
@@ -54,6 +58,27 @@ TEST(Intervals, OfQuotientsBySmallNumbersAreSmall) {
   EXPECT_TRUE(bounds("floor_div", kIndex, kAny).fits_int32());
   EXPECT_FALSE(bounds("mod", kIndex, kAny).fits_int32());
   EXPECT_FALSE(bounds("floor_div", kAny, kSmall).fits_int32());
+}
+
+// The buffers and dimensions that integers of buffer 0 index.
+std::vector<std::pair<int, size_t>> indexed(const std::string& body) {
+  const Graph graph =
+      parse("score_mod 1\nbuffer @0 i64 2\nbuffer @1 f 2\nbuffer @2 f 1\n%0 = load @0 q_idx kv_idx\n" + body);
+  std::vector<std::pair<int, size_t>> found;
+  for (const auto& [buffer, dimension] : indexed_by(graph, 0)) found.emplace_back(buffer, dimension);
+  return found;
+}
+
+TEST(IndexedBy, NamesDimensionsWhereIntegersAreIndicesAlone) {
+  using Found = std::vector<std::pair<int, size_t>>;
+  EXPECT_EQ(indexed("%1 = load @1 h %0\n%2 = add score %1\nreturn %2\n"), (Found{{1, 1}}));
+  EXPECT_EQ(indexed("%1 = load @1 %0 h\n%2 = load @2 %0\n%3 = add %1 %2\n%4 = add score %3\nreturn %4\n"),
+            (Found{{1, 0}, {2, 0}}));
+  EXPECT_EQ(indexed("%1 = to_float %0\n%2 = add score %1\nreturn %2\n"), Found());
+  EXPECT_EQ(indexed("%1 = add %0 1\n%2 = load @2 %1\n%3 = add score %2\nreturn %3\n"), Found());
+  EXPECT_EQ(indexed("%1 = load @2 %0\n%2 = to_float %0\n%3 = mul %1 %2\n%4 = add score %3\nreturn %4\n"), Found());
+  EXPECT_EQ(indexed("%1 = load @0 %0 kv_idx\n%2 = load @2 %1\n%3 = add score %2\nreturn %3\n"), Found());
+  EXPECT_EQ(indexed("return score\n"), Found());
 }
 
 }  // namespace

@@ -212,6 +212,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
     text.number("kGradientStages", f.tile.portable().gradient_stages);
     text.choice("kSplit", splits_products(c));
     text.numbers("kColumns", columns_of(c, f.tile));
+    text.numbers("kPlaces", places_of(c));
     text.choice("kStoresQuery", f.stores_query);
     return;
   }

@@ -5,6 +5,7 @@
 #include "cuda/attention/backward/backward.h"
 #include "cuda/attention/backward/prepare.h"
 #include "cuda/attention/captured/convert.h"
+#include "cuda/attention/captured/places.h"
 #include "cuda/attention/captured/sums.h"
 #include "cuda/attention/forward/few_queries.h"
 #include "cuda/attention/forward/merge.h"
@@ -55,6 +56,19 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   c.partial_sums = !c.fixed_point;
   made.launches = std::max<int64_t>(launches, 1);
   return made;
+}
+
+// The copies of places, in the order of threads where the only kernel takes it.
+void take_places(const Asked& given, const Gpu& gpu, Kernels& kernels, CallPlan& plan) {
+  if (auto places = ordered_places(plan, gpu); !places.empty() && !kernels.over_batches) {
+    FlexCase ordered = kernels.common;
+    ordered.place_bytes = std::move(places);
+    const auto cases = backward_kernels(ordered, given.needs_grad, given.deterministic, gpu.architecture);
+    if (std::all_of(cases.begin(), cases.end(),
+                    [&](const FlexCase& c) { return takes_ordered_places(plan_kernel(c, gpu.architecture)); }))
+      kernels.common = std::move(ordered);
+  }
+  place_copies(given, kernels.common.place_bytes, device::PlaceOrder::kKeyRows, plan);
 }
 
 // Where a gradient of query, key or value goes: into its tensor, or into rows that another step copies from.
@@ -354,10 +368,12 @@ void add_finish(const std::shared_ptr<const Backward>& b, Plan<FlexBackwardCall>
 
 }  // namespace
 
-Plan<FlexBackwardCall> plan_backward(const Asked& asked, const Gpu& gpu) {
+Plan<FlexBackwardCall> plan_backward(const Asked& given, const Gpu& gpu) {
   Plan<FlexBackwardCall> plan;
-  begin_plan(asked, plan);
+  begin_plan(given, plan);
+  const Asked asked = narrow_places(given, gpu, plan);
   Kernels kernels = kernels_of(asked, gpu, plan);
+  take_places(given, gpu, kernels, plan);
   align_inputs(asked, plan);
   const FlexShape& n = plan.shape;
   align_operand(asked, kGradOut, {n.batches, n.heads, n.queries, n.value_size}, "grad_out", plan);

@@ -15,13 +15,14 @@
 //   kGradQuery, kGradKey, kGradValue   which gradients are wanted
 //   kGradScores                whether any gradient but the values' is wanted
 //   kMaxGradient               whether max_scores has a gradient
-//   kBoxes, kKeeps, kColumns   as the forward has them
+//   kBoxes, kKeeps, kColumns, kPlaces   as the forward has them
 //   kStoresQuery               the CTA has all keys, and so all of its queries' gradient, which it stores
 #pragma once
 
 #include "cuda/attention/captured/buffers.cuh"
 #include "cuda/attention/captured/pair_boxes.cuh"
 #include "cuda/attention/captured/pair_columns.cuh"
+#include "cuda/attention/captured/pair_places.cuh"
 #include "cuda/attention/device/gradient.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
@@ -46,6 +47,7 @@ class FlexBackward {
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   using Columns = PairColumns<Config>;
+  using Places = PairPlaces<Config>;
   static constexpr int kOperands = kBlocksN * kOperandWords<T>;
   // Blocks of 16 columns of a head, and how many of them a warp has.
   static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
@@ -72,6 +74,8 @@ class FlexBackward {
   static constexpr bool kDelayed = Config::kGradientStages == 2;
   static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
   static_assert(Config::kRows <= kThreads);
+  static_assert(!kHasPlaces<Config> || (Config::kRows == kPlaceTile && Config::kCols == kPlaceTile && kBlocksM == 1 &&
+                                        kThreads == kPlaceThreads && Config::kShare == 1 && Config::kStages == 1));
   // Where registers are left, operands are loaded a step ahead, and a warp keeps its own part of P and dS.
   static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
   // Run tiles of like work together. Reads and sums of captured buffers are better for one head at a time.
@@ -270,7 +274,7 @@ class FlexBackward {
   __device__ __forceinline__ unsigned boxes(int stage) const {
     return key_ + kMemory.boxes.offset + stage * kMemory.boxes.piece;
   }
-  __device__ __forceinline__ void load_stage(const ListPlace& p, int stage) const {
+  __device__ __forceinline__ void load_stage(const ListPlace& p, int stage) {
     const unsigned to = stage_ + stage * kMemory.stages.piece;
     const int b = p.b, h = p.h, row = (p.tile >> TileEntry<>::kKindBits) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
@@ -282,8 +286,9 @@ class FlexBackward {
       copy_async_pair(to + QueryTile::kBytes + GradOutTile::kBytes + i * sizeof(FlexRow), rows + (there ? i : 0),
                       there);
     }
+    places_.load(score_, b, h);
   }
-  __device__ __forceinline__ void load_next(const ListPlace& next, int stage) const {
+  __device__ __forceinline__ void load_next(const ListPlace& next, int stage) {
     if (next.b < last_batch_) load_stage(next, stage);
     commit_copies();
   }
@@ -430,9 +435,10 @@ class FlexBackward {
   }
 
   // The score_mod's of four pairs.
-  __device__ __forceinline__ PairReads<Kept, Boxes, Columns> reads(unsigned boxes, int m, int n) const {
+  __device__ __forceinline__ PairReads<Kept, Boxes, Columns, Places> reads(unsigned boxes, int m, int n) const {
     return {Kept::reads(kept(), m * kBlocksN + n),
-            Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane()), columns()};
+            Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane()), columns(),
+            places_.reads(m * kBlocksN + n)};
   }
 
   __device__ __forceinline__ void keep(unsigned tile, const unsigned (&words)[kBlocksM][kOperands]) const {
@@ -591,6 +597,7 @@ class FlexBackward {
   const unsigned key_, value_, stage_, gradient_, probability_;
   bool later_ = false;
   FlexDropoutHead<Config> dropout_;
+  Places places_;
   Sums sums_;
   const AnyFar far_;
   int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;

@@ -365,12 +365,13 @@ class PairBoxes {
   }
 };
 
-/// Reads of four pairs, kept, from boxes or from columns of tables.
-template <class Kept, class Boxes, class Columns>
+/// Reads of four pairs, kept, from boxes, in the order of threads or from columns of tables.
+template <class Kept, class Boxes, class Columns, class Places>
 struct PairReads {
   typename Kept::Reads kept;
   typename Boxes::Reads boxes;
   unsigned columns;
+  typename Places::Reads places;
   __device__ __forceinline__ void of(int e) { kept.e = boxes.e = e; }
   template <int, class T>
   __device__ __forceinline__ auto read(const T* p, bool valid) const {
@@ -380,6 +381,8 @@ struct PairReads {
   __device__ __forceinline__ auto pair(const T* p, bool valid) const {
     if constexpr (Kept::there(k)) {
       return kept.template pair<k>(p, valid);
+    } else if constexpr (Places::there(k)) {
+      return places.template read<k>(kept.e);
     } else {
       return boxes.template pair<k>(p, valid);
     }

@@ -103,6 +103,15 @@ int column_bytes(const FlexCase& c, const FlexTile& t) {
   return bytes;
 }
 
+std::vector<int> places_of(const FlexCase& c) {
+  std::vector<int> bytes;
+  if (c.score_mod.dtypes.empty()) return bytes;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  for (const score_mod::NodeId id : score_mod::pair_reads(*graph))
+    bytes.push_back(c.place_bytes.empty() ? 0 : c.place_bytes[static_cast<size_t>((*graph)[id].payload)]);
+  return bytes;
+}
+
 bool stays(const FlexCase& c) {
   if (!c.many_batches || c.key_splits || c.blocks || c.most_queries != 64 || c.most_keys != 64) return false;
   FlexTile with_columns;

@@ -29,6 +29,9 @@ std::vector<int> columns_of(const FlexCase& c, const FlexTile& t);
 /// The shared memory that they take.
 int column_bytes(const FlexCase& c, const FlexTile& t);
 
+/// The bytes of each read of a pair in the order of threads, or 0 (FlexCase::place_bytes).
+std::vector<int> places_of(const FlexCase& c);
+
 /// Whether a mod reads numbers of pairs, or anything, that boxes can hold.
 enum class Boxes : uint8_t { kAny, kNumbers };
 bool has_boxes(const FlexMod& mod, Boxes of = Boxes::kAny);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "common/error.h"
+#include "cuda/attention/captured/places.h"
 #include "cuda/attention/forward/few_queries.h"
 #include "cuda/attention/forward/forward.h"
 #include "cuda/attention/forward/merge.h"
@@ -49,6 +50,16 @@ FlexCase forward_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   return c;
 }
 
+// The copies of places, in the order of threads where the kernel takes it.
+void take_places(const Asked& given, const Gpu& gpu, FlexCase& c, CallPlan& plan) {
+  if (auto places = ordered_places(plan, gpu); !places.empty() && c.few_rows == 0) {
+    FlexCase ordered = c;
+    ordered.place_bytes = std::move(places);
+    if (takes_ordered_places(plan_kernel(ordered, gpu.architecture))) c = std::move(ordered);
+  }
+  place_copies(given, c.place_bytes, device::PlaceOrder::kQueryRows, plan);
+}
+
 // The kernel of a part of the values' columns, of which each part gives the same lse. `merge`: what adds up segments,
 // of a call with batch_invariant whose segments are CTAs.
 struct Part {
@@ -85,10 +96,12 @@ void compile_backward(const Now& r, const Asked& asked, const Gpu& gpu) {
 
 }  // namespace
 
-Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
+Plan<FlexForwardCall> plan_forward(const Asked& given, const Gpu& gpu) {
   Plan<FlexForwardCall> plan;
-  begin_plan(asked, plan);
+  begin_plan(given, plan);
+  const Asked asked = narrow_places(given, gpu, plan);
   FlexCase c = forward_case(asked, gpu, plan);
+  take_places(given, gpu, c, plan);
   align_inputs(asked, plan);
   std::vector<Part> parts;
   // Where CTAs of split keys write: outputs, and before them what belongs to them.
@@ -143,7 +156,7 @@ Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
     plan.steps.push_back({program.launch.spec.name(), part.program, used(), [=](Now& r) {
                             const Program& program = *part.program;
                             device::FlexForwardArguments a = arguments_of(r, part, partials_of(r));
-                            const auto ahead = [&] { compile_backward(r, asked, gpu); };
+                            const auto ahead = [&] { compile_backward(r, given, gpu); };
                             const FlexTile& tile = program.launch.spec.tile();
                             if (tile.is_hopper()) {
                               auto more = r.hopper_forward(program, r.value());

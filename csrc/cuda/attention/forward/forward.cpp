@@ -216,6 +216,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   text.choice("kBoxes", f.tile.boxes);
   text.choice("kKeeps", f.tile.keeps());
   text.numbers("kColumns", columns_of(c, f.tile));
+  text.numbers("kPlaces", places_of(c));
 }
 
 int resident(const KernelFacts& f, const std::string& architecture) {

@@ -9,10 +9,12 @@
 //                              keeps what the score_mod reads of their pairs where that is the same in all of them
 //   kBoxes                     whether what the score_mod reads of pairs comes by way of shared memory, where it can
 //   kColumns                   of each pair_read the elements of the column of its table in shared memory, or 0
+//   kPlaces                    of each pair_read the bytes of an element in the order of threads (PairPlaces), or 0
 #pragma once
 
 #include "cuda/attention/captured/pair_boxes.cuh"
 #include "cuda/attention/captured/pair_columns.cuh"
+#include "cuda/attention/captured/pair_places.cuh"
 #include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
@@ -38,6 +40,7 @@ class FlexForward {
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   using Columns = PairColumns<Config>;
+  using Places = PairPlaces<Config>;
   static constexpr ForwardMemory kMemory{{.rows = Config::kRows,
                                           .cols = Config::kCols,
                                           .head = Config::kHead,
@@ -47,6 +50,8 @@ class FlexForward {
                                           .kept_bytes = Kept::kBytes,
                                           .column_bytes = Columns::kBytes}};
   static_assert(kBlocksM * 16 * Config::kWarps == Config::kRows && kBlocksN * kBlocksM * 4 <= 128);
+  static_assert(!kHasPlaces<Config> ||
+                (Config::kRows == kPlaceTile && Config::kCols == kPlaceTile && kThreads == kPlaceThreads));
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();
@@ -85,6 +90,7 @@ class FlexForward {
       load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, Entry::column(tile) * Config::kCols, a_.keys,
                                    a_.head_size);
       commit_copies();
+      places_.load(score_, b_, h_);
       for (int i = 0; i < walk.count(); ++i) {
         const int next = i + 1 < walk.count() ? walk[i + 1] : kNone;
         step(tile, next);
@@ -142,6 +148,7 @@ class FlexForward {
       load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
       load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, 0, a_.keys, a_.head_size);
       commit_copies();
+      places_.load(score_, b_, h_);
       step(0, kNone);
       finish(false);
       __syncthreads();
@@ -200,9 +207,10 @@ class FlexForward {
   }
 
   // The score_mod's of four pairs.
-  __device__ __forceinline__ PairReads<Kept, Boxes, Columns> reads(int m, int n) const {
+  __device__ __forceinline__ PairReads<Kept, Boxes, Columns, Places> reads(int m, int n) const {
     return {Kept::reads(kept(), m * kBlocksN + n),
-            Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane()), columns()};
+            Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane()), columns(),
+            places_.reads(m * kBlocksN + n)};
   }
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
@@ -384,6 +392,7 @@ class FlexForward {
   const unsigned query_, key_, value_;
   int b_, h_, row_, split_;
   FlexDropoutHead<Config> dropout_;
+  Places places_;
   float out_[kBlocksM][kBlocksE][4], max_[kBlocksM][2], sum_[kBlocksM][2], ties_[kBlocksM][2];
 };
 

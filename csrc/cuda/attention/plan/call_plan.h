@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/captured/place_order.cuh"
 #include "cuda/attention/plan/asked.h"
 #include "cuda/attention/plan/scratch.h"
 #include "jit/kernel_cache.h"
@@ -38,6 +39,13 @@ struct Step {
   std::function<void(Run<Call>&)> run;
 };
 
+/// A copy of one of the score_mod's tensors of integers with fewer bytes (places.h).
+struct PlannedPlaces {
+  score_mod::DType dtype;
+  int64_t most;
+  device::PlaceOrder order = device::PlaceOrder::kRows;
+};
+
 /// What the plans of all calls have in common.
 struct CallPlan {
   FlexCase common;  ///< what all kernels of the call have in common
@@ -45,9 +53,10 @@ struct CallPlan {
   std::optional<BlockMaskShape> mask;
   Scratch scratch;
   std::array<Region, kFlexOperands> operands;     ///< copies with rows as kernels read them
-  std::vector<Region> buffers;                    ///< copies of the score_mod's, for boxes
+  std::vector<Region> buffers;                    ///< copies of the score_mod's, for boxes or as places
   std::vector<std::vector<int64_t>> box_strides;  ///< theirs
-  Region states = kNoRegion;                      ///< of the blocks of the mask
+  std::vector<std::optional<PlannedPlaces>> places;
+  Region states = kNoRegion;  ///< of the blocks of the mask
   std::shared_ptr<const score_mod::Graph> score_mod, mask_mod;
 };
 

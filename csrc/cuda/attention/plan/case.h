@@ -68,7 +68,9 @@ struct FlexCase {
   bool split = true;                        ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                    ///< forward: the scale is positive, and there is no score_mod
   bool aligned_boxes = true;                ///< rows of what boxes hold lie together, at multiples of 16 bytes
-  bool many_batches = false;            ///< so many that a CTA of the portable kernels may stay with a head for some
+  std::vector<int> place_bytes;  ///< of each buffer of the score_mod the bytes of an integer in the order of threads
+                                 ///< (place_order.cuh), or 0
+  bool many_batches = false;     ///< so many that a CTA of the portable kernels may stay with a head for some
   int most_queries = 0, most_keys = 0;  ///< the lengths are at most so many, where that decides a tile: 64, 128; 0: any
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
   bool key_splits = false;              ///< forward and dQ by itself: rows of tiles are split over several CTAs

@@ -5,6 +5,7 @@
 
 #include "common/error.h"
 #include "cuda/attention/captured/convert.h"
+#include "cuda/attention/captured/places.h"
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/steps.h"
 #include "score_mod/render_cuda.h"
@@ -82,6 +83,7 @@ PlanRun::PlanRun(const CallPlan& plan, const FlexArguments& of, void* scratch, C
   for (size_t i = 0; i < buffers_.size(); ++i) {
     if (plan.buffers[i] == kNoRegion) continue;
     buffers_[i].data = at(plan.buffers[i]);
+    if (plan.places[i]) buffers_[i].dtype = plan.places[i]->dtype;
     buffers_[i].strides = plan.box_strides[i];
   }
   score_words_ = words_of(plan.score_mod, buffers_, of.score_mod.scalars);
@@ -101,6 +103,24 @@ void PlanRun::copy_operand(FlexOperand which, const TensorView& given) const {
 void PlanRun::copy_buffer(size_t i) const {
   const score_mod::Buffer& from = of_.score_mod.buffers[i];
   BoxCopy(from.sizes, from.strides, element_bytes(from.dtype)).run(from.data, at(plan_.buffers[i]), stream_);
+}
+
+void PlanRun::copy_places() const {
+  std::vector<FlexPlaces> copies;
+  for (size_t i = 0; i < plan_.places.size(); ++i) {
+    if (!plan_.places[i]) continue;
+    const score_mod::Buffer& from = of_.score_mod.buffers[i];
+    const auto& [dtype, most, order] = *plan_.places[i];
+    FlexPlaces& copy =
+        copies.emplace_back(from.data, at(plan_.buffers[i]), from.dtype, static_cast<int>(element_bytes(dtype)), most,
+                            order, static_cast<int>(from.sizes.size()));
+    for (size_t d = 0; d < from.sizes.size(); ++d) {
+      copy.to_strides[d] = plan_.box_strides[i][d];
+      copy.from_strides[d] = from.strides[d];
+      copy.sizes[d] = copied_size(from.sizes, from.strides, d);
+    }
+  }
+  flex_copy_places(copies, stream_);
 }
 
 device::FlexTiles PlanRun::all_tiles() const {

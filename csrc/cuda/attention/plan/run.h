@@ -51,6 +51,8 @@ class PlanRun {
 
   void copy_operand(FlexOperand operand, const TensorView& given) const;
   void copy_buffer(size_t i) const;
+  /// All that plan's places are copied from, by one kernel.
+  void copy_places() const;
 
   template <class Arguments>
   void fill(Arguments& a) const {
@@ -139,11 +141,18 @@ void add_copies(Plan<Call>& plan) {
   add_copy(plan, kQuery, "query", [](const Call& c) -> const TensorView& { return c.of.query; });
   add_copy(plan, kKey, "key", [](const Call& c) -> const TensorView& { return c.of.key; });
   add_copy(plan, kValue, "value", [](const Call& c) -> const TensorView& { return c.of.value; });
+  std::vector<Region> places;
   for (size_t i = 0; i < plan.buffers.size(); ++i) {
     if (plan.buffers[i] == kNoRegion) continue;
+    if (plan.places[i]) {
+      places.push_back(plan.buffers[i]);
+      continue;
+    }
     plan.steps.push_back(
         {"copy of buffer " + std::to_string(i), nullptr, {plan.buffers[i]}, [i](Run<Call>& r) { r.copy_buffer(i); }});
   }
+  if (!places.empty())
+    plan.steps.push_back({"flex_copy_places", nullptr, places, [](Run<Call>& r) { r.copy_places(); }});
 }
 /// The lists of a program, which is to be the next step.
 template <class Call>

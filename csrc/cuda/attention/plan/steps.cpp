@@ -75,6 +75,7 @@ void begin_plan(const Asked& asked, CallPlan& plan) {
   plan.operands.fill(kNoRegion);
   plan.buffers.assign(asked.score_mod.buffers.size(), kNoRegion);
   plan.box_strides.resize(asked.score_mod.buffers.size());
+  plan.places.resize(asked.score_mod.buffers.size());
   FlexCase& c = plan.common;
   const FlexShape& n = plan.shape;
   for (const int64_t length : {n.query_heads(), n.queries, n.keys}) c.small_lengths &= as_int(length) <= kSmallLength;
@@ -88,9 +89,8 @@ void begin_plan(const Asked& asked, CallPlan& plan) {
     c.most_keys = most_of(n.keys);
   }
   c.split = asked.full_float32;
-  c.score_mod = flex_mod(asked.score_mod, buffers_of(asked.score_mod));
+  take_buffers(asked.score_mod, c);
   c.mask_mod = flex_mod(asked.mask_mod, buffers_of(asked.mask_mod));
-  c.aligned_boxes = boxes_elsewhere(asked.score_mod, c.score_mod).empty();
   for (const AskedBuffer& b : asked.score_mod.buffers) c.sizes.push_back(b.sizes);
   c.blocks = asked.mask.has_value();
   if (c.blocks) c.block_size = asked.mask->block_size;
@@ -100,6 +100,11 @@ void begin_plan(const Asked& asked, CallPlan& plan) {
   c.dropout = asked.dropout;
   if (!asked.score_mod.text.empty()) plan.score_mod = score_mod::cached_graph(asked.score_mod.text);
   if (!asked.mask_mod.text.empty()) plan.mask_mod = score_mod::cached_graph(asked.mask_mod.text);
+}
+
+void take_buffers(const AskedMod& score_mod, FlexCase& common) {
+  common.score_mod = flex_mod(score_mod, buffers_of(score_mod));
+  common.aligned_boxes = boxes_elsewhere(score_mod, common.score_mod).empty();
 }
 
 double share_of_pairs(const Asked& asked) {
@@ -130,8 +135,7 @@ void align_boxes(const Asked& asked, CallPlan& plan) {
     plan.box_strides[i] = b.strides = copy.strides();
     b.aligned = true;
   }
-  plan.common.score_mod = flex_mod(moved, buffers_of(moved));
-  plan.common.aligned_boxes = true;
+  take_buffers(moved, plan.common);
 }
 
 std::array<int64_t, 4> aligned_strides(const std::array<int64_t, 4>& sizes, DType dtype) {

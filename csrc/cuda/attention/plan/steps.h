@@ -16,6 +16,9 @@ void begin_plan(const Asked& asked, CallPlan& plan);
 /// About the share of all pairs that a mask_mod without buffers allows; 1 where that is not known.
 double share_of_pairs(const Asked& asked);
 
+/// What follows from the score_mod's buffers.
+void take_buffers(const AskedMod& score_mod, FlexCase& common);
+
 /// Whether the buffers of the score_mod's boxes whose rows do not lie together at multiples of 16 bytes are copied
 /// first, which then takes less time than to read them as they lie; gives the copies regions. Changes what `plan`'s
 /// common case says of boxes.
