@@ -833,7 +833,7 @@ bool is_of_batch(const Graph& graph, NodeId id) {
 int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
   const Node& node = graph[load];
   const size_t rank = node.operands.size();
-  if (node.type != Type::kFloat || rank < 2 || rank > 4 || box_bytes(graph, load, dtypes) != 2) return -1;
+  if (node.type != Type::kFloat || rank < 2 || rank > 4 || box_bytes(graph, load, dtypes) == 0) return -1;
   const auto is = [&](size_t d, Input input) {
     const Node& index = graph[node.operands[d]];
     return index.op == Op::kInput && static_cast<Input>(index.payload) == input;

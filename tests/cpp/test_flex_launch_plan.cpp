@@ -480,6 +480,17 @@ TEST(PairBoxes, AreOfRowsOfKeys) {
   }
   EXPECT_FALSE(plan_kernel(pairs_of_heads(FlexKernel::kGradQuery, 32), "80").tile().boxes);
 }
+TEST(PairBoxes, OfFloatsComeByTma) {
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
+    for (const int head_size : {32, 64}) {
+      for (const auto dtype : {score_mod::DType::kBFloat16, score_mod::DType::kFloat32}) {
+        const FlexTile tile = plan_kernel(pairs_of_heads(kernel, head_size, dtype), "90a").tile();
+        EXPECT_TRUE(tile.boxes);
+        EXPECT_EQ(tile.maps(), 1) << head_size;
+      }
+    }
+  }
+}
 
 TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
   const auto rows = [](const FlexCase& c, int64_t batches, int64_t length, double share) {
@@ -499,6 +510,7 @@ TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
   for (const int64_t length : {128, 640}) EXPECT_EQ(rows(biased, 4096, length, 1.0), 128) << length;
   EXPECT_EQ(rows(biased, 2, 512, 1.0), 128);
   EXPECT_EQ(rows(pairs_of_heads(FlexKernel::kForward, 64), 4096, 512, 1.0), 192);
+  EXPECT_EQ(rows(pairs_of_heads(FlexKernel::kForward, 32, score_mod::DType::kFloat32), 4096, 512, 1.0), 256);
 }
 
 // Additions to memory pair by pair take some hundred times as long where pairs share elements.
@@ -789,6 +801,11 @@ TEST(TensorMaps, HaveValidStridesOfDimensionsOfOne) {
   EXPECT_EQ(map.sizes, (std::array<uint64_t, 5>{96, 300, 1, 2, 0}));
   EXPECT_EQ(map.stride_bytes, (std::array<uint64_t, 5>{2, 384, 16, 115200, 0}));
   EXPECT_EQ(map.box, (std::array<uint32_t, 5>{64, 128, 1, 1, 0}));
+  EXPECT_EQ(map.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
+  const auto floats = box_map(DType::kFloat32, {{2, 1, 300, 96}, {57600, 3, 192, 1}}, 128, 32);
+  EXPECT_EQ(floats.dtype, CU_TENSOR_MAP_DATA_TYPE_FLOAT32);
+  EXPECT_EQ(floats.stride_bytes, (std::array<uint64_t, 5>{4, 768, 32, 230400, 0}));
+  EXPECT_EQ(floats.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
   const auto rows = row_map(1000, 80);
   EXPECT_EQ(rows.rank, 1);
   EXPECT_EQ(rows.sizes[0], 1000u);

@@ -66,6 +66,41 @@ def test_the_bits_of_a_bias_do_not_depend_on_its_layout(heads: int, dtype: torch
     assert torch.equal(*outs)
 
 
+@pairs_of(
+    {
+        "dtypes": [(torch.float32,), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32, torch.float32)],
+        "size": [16, 32, 48, 64, 96, 128],
+        "sizes": [(3, 4, 512, 512), (9, 3, 130, 200), (2, 8, 260, 1000), (66, 4, 256, 64)],
+        "shared": [True, False],
+    },
+    tests=4,
+)
+def test_biases_of_both_widths(
+    sizes: tuple[int, int, int, int], size: int, dtypes: tuple[torch.dtype, ...], shared: bool
+) -> None:
+    """In one score_mod, of all batches or of each."""
+    b, h, m, n = sizes
+    biases = [torch.randn(*([] if shared else [b]), h, m, n).to(dtype).requires_grad_() for dtype in dtypes]
+    given = [*inputs(b, h, m, n, size), *biases]
+
+    def mod(*of: Tensor) -> Callable[..., Tensor]:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            for t in of:
+                s = s + (t[h, q, kv] if shared else t[b, h, q, kv])
+            return s
+
+        return score_mod
+
+    upstream = torch.randn_like(given[0])
+    out = flex_attention(*given[:3], mod(*biases))
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], mod(*wide[3:])).out
+    assert relative(out, expected) <= 1e-2
+    truths = torch.autograd.grad(expected, wide, upstream.double())
+    for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
 def test_places_with_keys_first() -> None:
     table, places = torch.randn(600, 4, requires_grad=True), torch.randint(600, (5, 150, 130), dtype=torch.int32).mT
     given = [*inputs(5, 4, 130, 150, 24), table]

@@ -11,6 +11,8 @@
 #include "cuda/attention/plan/kernel.h"
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/tiles.h"
+#include "score_mod/cache.h"
+#include "score_mod/render_cuda.h"
 
 namespace fusegrad::cuda {
 namespace planner {
@@ -23,6 +25,19 @@ bool fits_hopper_backward(const FlexCase& c) {
 bool keys_shared(const FlexCase& c, const FlexTile& t) {
   return t.is_hopper() && c.kernel == FlexKernel::kBackward && t.cols < 16 * consumer_warps(t);
 }
+namespace {
+
+// Whether TMA brings a box of float32.
+bool floats_by_maps(const FlexCase& c) {
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  const auto reads = score_mod::mapped_reads(*graph, c.score_mod.dtypes);
+  return std::any_of(reads.begin(), reads.end(), [&](score_mod::NodeId load) {
+    return score_mod::box_bytes(*graph, load, c.score_mod.dtypes) == 4;
+  });
+}
+
+}  // namespace
+
 // Each of two warpgroups has 64 keys, whose gradients stay in registers, and scores of as many queries as then fit;
 // else both share 64 keys.
 std::vector<FlexTile> hopper_backward(const FlexCase& c) {
@@ -51,7 +66,9 @@ std::vector<FlexTile> hopper_backward(const FlexCase& c) {
     if (c.grad_query && std::max(head_cols(c), value_cols(c)) <= 32) {
       for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2, true);
       for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2);
-      for (const int read_stages : {2, 1}) add(128, 1, 2, read_stages);
+      add(128, 1, 2, 2);
+      // One tile of floats comes only when the one before is read.
+      if (!floats_by_maps(c)) add(128, 1, 2, 1);
     }
     for (const int query_stages : {3, 2}) add(64, 2, query_stages, 2);
     for (const int query_stages : {3, 2}) add(64, 1, query_stages, 2);

@@ -117,11 +117,20 @@ class PairBoxes {
     return count;
   }
   static __device__ constexpr bool mapped(int k) { return could_map(k) && map_of(k) < kMaps; }
-  static constexpr int kMapBytes = swizzled_tile_bytes(kQueries, kKeys);
+  static __device__ constexpr int map_bytes(int k) { return mapped_tile_bytes(kQueries, kKeys, Mod::kPair[k].box); }
+  /// Keys of one of a mapped tile's chunks, whose rows have 128 bytes.
+  static __device__ constexpr int chunk_of(int k) { return kChunkBytes / Mod::kPair[k].box; }
+  /// Of the mapped tiles before read k.
+  static __device__ constexpr int maps_before(int k) {
+    int sum = 0;
+    for (int i = 0; i < k; ++i) sum += mapped(i) ? map_bytes(i) : 0;
+    return sum;
+  }
+  static constexpr int kMapBytes = maps_before(Mod::kPairCount);
   static __device__ constexpr int stride(int k) { return padded_row_bytes(kKeys, Mod::kPair[k].box); }
   static __device__ constexpr int offset(int k) {
-    if (mapped(k)) return map_of(k) * kMapBytes;
-    int sum = kMaps * kMapBytes;
+    if (mapped(k)) return maps_before(k);
+    int sum = kMapBytes;
     for (int i = 0; i < k; ++i) sum += there(i) && !mapped(i) ? kQueries * stride(i) : 0;
     return sum;
   }
@@ -140,11 +149,10 @@ class PairBoxes {
  public:
   /// Each read from where it is.
   using There = score_mod::ReadThere<Mod::kUnread>;
-  static constexpr int kBytes = mapped_box_bytes(kQueries, kKeys, kMaps, offset(Mod::kPairCount) - kMaps * kMapBytes);
+  static constexpr int kBytes = mapped_box_bytes(kMapBytes, offset(Mod::kPairCount) - kMapBytes);
   /// Whether threads copy some of them.
-  static constexpr bool kCopies = offset(Mod::kPairCount) > kMaps* kMapBytes;
+  static constexpr bool kCopies = offset(Mod::kPairCount) > kMapBytes;
   static constexpr bool kMapped = kMaps > 0;
-  static_assert(kMaps == 0 || kKeys % kChunk == 0);
 
   /// Called by kThreads threads: copies the tile from (q, kv) on, of which `queries` by all keys have elements. The
   /// threads wait for copies and meet before any reads.
@@ -184,13 +192,14 @@ class PairBoxes {
   /// tensor is NaN.
   static __device__ __forceinline__ void bring_mapped(unsigned to, unsigned full, const TensorMap* maps,
                                                       const Captured& captured, int b, int h, int q, int kv) {
-    Barrier::expect(full, kMaps * kMapBytes);
+    Barrier::expect(full, kMapBytes);
     for_each_box([&](auto box) {
       constexpr int k = decltype(box)::value;
       if constexpr (mapped(k)) {
+        static_assert(kKeys % chunk_of(k) == 0);
 #pragma unroll
-        for (int c = 0; c < chunks_of(kKeys); ++c)
-          copy_box(to + offset(k) + c * kQueries * kChunkBytes, maps[map_of(k)], full, kv + c * kChunk, q,
+        for (int c = 0; c < kKeys / chunk_of(k); ++c)
+          copy_box(to + offset(k) + c * kQueries * kChunkBytes, maps[map_of(k)], full, kv + c * chunk_of(k), q,
                    (Mod::kPair[k].dimensions & 2) != 0 ? h : 0, Mod::template pair_batch<k>(captured, b));
       }
     });
@@ -290,7 +299,9 @@ class PairBoxes {
       constexpr int k = decltype(box)::value;
       float (&x)[4] = found.x[k];
       const unsigned from = tile + offset(k);
-      if constexpr (mapped(k)) {
+      if constexpr (mapped(k) && Mod::kPair[k].box == 4) {
+        take_mapped<k, kKeyRows>(x, from, q, kv, lane);
+      } else if constexpr (mapped(k)) {
         // Key kv's part of a row: parts of 16 bytes are exchanged by the row's place among eight.
         const int row = q + lane % (kKeyRows ? 8 : 16), part = kv / 8 + (kKeyRows ? lane / 8 % 2 : 0);
         const unsigned at = from + part / 8 * kQueries * kChunkBytes + row * kChunkBytes + (part ^ row) % 8 * 16;
@@ -318,6 +329,31 @@ class PairBoxes {
   }
 
  private:
+  // Four pairs' floats of a mapped tile, of which a chunk has 32 keys. Parts of 16 bytes are exchanged as those of 16
+  // bits; q and kv are multiples of 8. By keys no two lanes read one bank; by queries two rows meet in each.
+  template <int k, bool kKeyRows>
+  static __device__ __forceinline__ void take_mapped(float (&x)[4], unsigned from, int q, int kv, int lane) {
+    const unsigned chunk = from + kv / chunk_of(k) * kQueries * kChunkBytes, part = kv % chunk_of(k) * 4;
+    if constexpr (kKeyRows) {
+      // Queries 2 * t and 2 * t + 1 of key g, or g + 8, two parts on.
+      const int t = lane % 4, g = lane / 4;
+      const unsigned at = chunk + (q + 2 * t) * kChunkBytes + ((part + g * 4) ^ t * 32);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        x[2 * r] = load_shared<float>(at ^ r * 32);
+        x[2 * r + 1] = load_shared<float>((at ^ r * 32 ^ 16) + kChunkBytes);
+      }
+    } else {
+      const int row = lane / 4;
+      const unsigned at = chunk + (q + row) * kChunkBytes + ((part + lane % 4 * 8) ^ row * 16);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(x[2 * r]), "=f"(x[2 * r + 1])
+                     : "r"(at + r * 8 * kChunkBytes));
+      }
+    }
+  }
   struct TwoWords {
     unsigned word[2];
   };

@@ -126,13 +126,17 @@ int box_bytes(const FlexCase& c, const FlexTile& t) {
   const auto graph = score_mod::cached_graph(c.score_mod.text);
   auto mapped = score_mod::mapped_reads(*graph, c.score_mod.dtypes);
   mapped.resize(static_cast<size_t>(t.maps()));
-  int bytes = 0;
+  int by_maps = 0, others = 0;
   for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
     if (t.keeps() && is_kept(*graph, id)) continue;
-    if (std::find(mapped.begin(), mapped.end(), id) != mapped.end()) continue;
-    bytes += device::box_tile_bytes(t.rows, t.cols, score_mod::box_bytes(*graph, id, c.score_mod.dtypes));
+    const int element = score_mod::box_bytes(*graph, id, c.score_mod.dtypes);
+    if (std::find(mapped.begin(), mapped.end(), id) != mapped.end()) {
+      by_maps += device::mapped_tile_bytes(t.rows, t.cols, element);
+    } else {
+      others += device::box_tile_bytes(t.rows, t.cols, element);
+    }
   }
-  return device::mapped_box_bytes(t.rows, t.cols, t.maps(), bytes);
+  return device::mapped_box_bytes(by_maps, others);
 }
 
 bool has_boxes(const FlexMod& mod, Boxes of) {
@@ -146,9 +150,15 @@ bool has_boxes(const FlexMod& mod, Boxes of) {
 }
 
 int box_maps(const FlexCase& c, const FlexTile& t) {
-  if (t.cols % 64 != 0 || c.score_mod.dtypes.empty()) return 0;
-  const auto reads = score_mod::mapped_reads(*score_mod::cached_graph(c.score_mod.text), c.score_mod.dtypes);
-  return std::min(static_cast<int>(reads.size()), device::kMostBoxMaps);
+  if (c.score_mod.dtypes.empty()) return 0;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  int maps = 0;
+  for (const score_mod::NodeId id : score_mod::mapped_reads(*graph, c.score_mod.dtypes)) {
+    // Of whole chunks of 128 bytes.
+    if (maps == device::kMostBoxMaps || t.cols * score_mod::box_bytes(*graph, id, c.score_mod.dtypes) % 128 != 0) break;
+    ++maps;
+  }
+  return maps;
 }
 
 }  // namespace fusegrad::cuda::planner

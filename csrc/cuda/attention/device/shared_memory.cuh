@@ -327,9 +327,13 @@ constexpr int box_tile_bytes(int rows, int cols, int element_bytes) {
 
 /// Tensor maps that a kernel takes for boxes.
 constexpr int kMostBoxMaps = 2;
-/// Boxes of which `maps` come by TMA, tiles in front of `others` bytes.
-constexpr int mapped_box_bytes(int rows, int cols, int maps, int others) {
-  return maps == 0 ? others : round_up_to(maps * swizzled_tile_bytes(rows, cols) + others, kSwizzleAlignment);
+/// A tile of boxes that comes by TMA, in whole chunks whose rows have 128 bytes.
+constexpr int mapped_tile_bytes(int rows, int cols, int element_bytes) {
+  return rows * round_up_to(cols * element_bytes, 128);
+}
+/// Boxes of which `mapped` bytes, tiles that come by TMA, lie in front of `others`.
+constexpr int mapped_box_bytes(int mapped, int others) {
+  return mapped == 0 ? others : round_up_to(mapped + others, kSwizzleAlignment);
 }
 
 // --- sums of captured buffers' gradients --------------------------------------------------------------------

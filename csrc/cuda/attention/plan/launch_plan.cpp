@@ -77,16 +77,18 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
 
 jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows, int cols) {
   jit::TensorMapShape shape;
-  shape.dtype = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  shape.dtype = dtype == DType::kFloat32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                           : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   shape.rank = 4;
   for (size_t d = 0; d < 4; ++d) {
     shape.sizes[d] = static_cast<uint64_t>(tensor.sizes[3 - d]);
     // A stride that is never taken must be valid too.
     const int64_t stride = tensor.sizes[3 - d] == 1 ? 8 : tensor.strides[3 - d];
-    shape.stride_bytes[d] = static_cast<uint64_t>(stride * kHopperElementBytes);
+    shape.stride_bytes[d] = static_cast<uint64_t>(stride * element_bytes(dtype));
   }
   shape.box = {static_cast<uint32_t>(cols), static_cast<uint32_t>(rows), 1, 1};
-  shape.swizzle = cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  shape.swizzle = cols * element_bytes(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   return shape;
 }
 

@@ -86,7 +86,7 @@ LaunchPlan launch_by_query(KernelSpec spec, const FlexShape& shape, const std::o
 struct FlexBoxes {
   std::array<int64_t, 4> sizes{}, strides{};
 };
-/// Boxes of `rows` rows and 64 columns, the 128 bytes that TMA swizzles, or of 32 columns, swizzled likewise.
+/// Boxes of `rows` rows and columns that are 128 bytes, which TMA swizzles, or 64, swizzled likewise.
 jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows, int cols = 64);
 /// Boxes of `rows` numbers of 8 bytes, of `count`: device::FlexRow.
 jit::TensorMapShape row_map(int64_t count, int rows);

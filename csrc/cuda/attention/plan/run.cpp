@@ -210,8 +210,10 @@ void PlanRun::take_maps(const FlexTile& tile, device::TensorMap (&maps)[device::
       boxes.sizes[to] = there ? buffer.sizes[d] : 1;
       boxes.strides[to] = there ? buffer.strides[d++] : 0;
     }
-    const bool half = buffer.dtype == score_mod::DType::kFloat16;
-    auto shape = box_map(half ? DType::kFloat16 : DType::kBFloat16, boxes, tile.rows, 64);
+    const DType dtype = buffer.dtype == score_mod::DType::kFloat32   ? DType::kFloat32
+                        : buffer.dtype == score_mod::DType::kFloat16 ? DType::kFloat16
+                                                                     : DType::kBFloat16;
+    auto shape = box_map(dtype, boxes, tile.rows, 128 / element_bytes(dtype));
     shape.beyond = CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA;
     maps[i] = encoded(buffer.data, shape);
   }
