@@ -96,6 +96,7 @@ class Renderer {
     } else if (graph_.kind() == Kind::kTangent) {
       begin_apply("float", "float score, float grad, " + indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
+      lines(indices);
     } else {
       derivative(indices);
     }
@@ -355,10 +356,9 @@ class Renderer {
   void number_lines() {
     line_of_.assign(graph_.nodes().size(), -1);
     pair_of_.assign(graph_.nodes().size(), -1);
-    if (graph_.kind() == Kind::kTangent) return;  // it reads its tensors itself
     if (graph_.kind() != Kind::kDerivative) {
       line_loads_ = line_loads(graph_);
-      pair_loads_ = pair_reads(graph_);
+      if (graph_.kind() != Kind::kTangent) pair_loads_ = pair_reads(graph_);
       for (size_t i = 0; i < line_loads_.size(); ++i) line_of_[line_loads_[i]] = static_cast<int>(i);
       for (size_t i = 0; i < pair_loads_.size(); ++i) pair_of_[pair_loads_[i]] = static_cast<int>(i);
     } else if (options_.score_mod != nullptr) {

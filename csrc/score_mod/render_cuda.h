@@ -106,7 +106,8 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
 ///                                  const Reads& reads = Reads());
 ///     ... kLineCount, kLine, line as above
-///     // of a tangent: that of the score_mod's result, from that of the score; meaningless where not valid
+///     // of a tangent: that of the score_mod's result, from that of the score; meaningless where not valid. It has
+///     // kLineCount, kLine and line as above
 ///     template <class Reads = ReadThere<kUnread>>
 ///     static __device__ float apply(const Captured&, float score, float grad, int b, int h, int q_idx, int kv_idx,
 ///                                   bool valid, const Reads& reads = Reads());

@@ -219,6 +219,29 @@ def test_captured_tensors(having: str, dtype: torch.dtype, size: int) -> None:
     compare(given, moved, all_reads(m), torch.arange(m)[:, None] >= torch.arange(n), block_mask=blocks(causal, m, n))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_lines_of_tables(masked: bool, size: int, count: int) -> None:
+    """Tables by diagonals and by keys, of which lines of shared memory have room for some."""
+    h, m, n = 4, 300, 333
+    given = [*operands(2, h, 2, m, n, size, size, torch.bfloat16)]
+    given += [0.3 * torch.randn(h, m + n) for _ in range(count)] + [0.3 * torch.randn(n)]
+
+    def mod(*tables: Tensor) -> Callable:
+        def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            for table in tables[:-1]:
+                s = s + table[h, kv - q + m] * tables[-1][kv]
+            return s
+
+        return score_mod
+
+    how: dict[str, Any] = {}
+    if masked:
+        how = {"block_mask": blocks(causal, m, n), "allowed": torch.ones(m, n).tril().bool()}
+    compare(given, [torch.randn_like(t) for t in given], mod, **how)
+
+
 def test_vectors_of_captured_tensors() -> None:
     h, n = 2, 130
     given = [*operands(1, h, h, n, n, 32, 32, torch.bfloat16), *(0.3 * t for t in drawn(torch.float32, (n, 8), (n, 8)))]

@@ -16,28 +16,44 @@
 
 namespace fusegrad::device {
 
-template <class Config>
+/// In place of a score_mod's tangent, where there is none.
+struct NoTangent {
+  struct Captured {};
+  static constexpr int kLineCount = 0;
+  static constexpr score_mod::LineRead kLine[1] = {};
+  template <int k>
+  static __device__ float line(const Captured&, int, int, int, int, bool);
+};
+
+template <class Config, class Tangent = NoTangent>
 class FlexForwardReads {
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
   static constexpr int kThreads = kWarpgroup - kLanes;
   using ScoreLines = TileLines<ScoreMod, Config::kRows, Config::kCols, kThreads>;
   using MaskLines = TileLines<MaskMod, Config::kRows, Config::kCols, kThreads>;
+  using TangentLines = TileLines<Tangent, Config::kRows, Config::kCols, kThreads>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes,
                           Config::kMaps>;
-  static constexpr bool kMaskLines =
-      Config::kReadStages > 0 && MaskLines::kWords > 0 && 4 * MaskLines::kWords <= Config::kLineBytes;
+  // Forward mode has no lines for masks.
+  static constexpr bool kMaskLines = kSame<Tangent, NoTangent> && Config::kReadStages > 0 && MaskLines::kWords > 0 &&
+                                     4 * MaskLines::kWords <= Config::kLineBytes;
   static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
   static constexpr bool kScoreLines = Config::kReadStages > 0 && ScoreLines::kWords > 0 &&
                                       kMaskLineBytes + 4 * ScoreLines::kWords <= Config::kLineBytes;
+  static constexpr int kScoreLineBytes = kScoreLines ? 4 * ScoreLines::kWords : 0;
+  static constexpr bool kTangentLines =
+      Config::kReadStages > 0 && TangentLines::kWords > 0 &&
+      kMaskLineBytes + kScoreLineBytes + 4 * TangentLines::kWords <= Config::kLineBytes;
   static_assert(Config::kLineBytes % 16 == 0 && (Config::kReadStages > 0 || !Config::kBoxes));
 
  public:
-  static constexpr bool kUsed = kMaskLines || kScoreLines || Boxes::kBytes > 0;
+  static constexpr bool kLines = kMaskLines || kScoreLines || kTangentLines;
+  static constexpr bool kUsed = kLines || Boxes::kBytes > 0;
   /// Whether a score_mod reads of each pair by itself nothing but boxes.
   static constexpr bool kBoxesAlone = Config::kBoxes && Boxes::all();
   /// Warps that bring a stage, and arrivals at its barrier.
-  static constexpr int kWarps = !kUsed ? 0 : kMaskLines || kScoreLines || Boxes::kCopies ? kThreads / kLanes : 1;
+  static constexpr int kWarps = !kUsed ? 0 : kLines || Boxes::kCopies ? kThreads / kLanes : 1;
   static constexpr int kArrivals = kWarps + (Boxes::kCopies ? kThreads : 0) + (Boxes::kMapped ? 1 : 0);
   static constexpr int kStageBytes = Boxes::kBytes + Config::kLineBytes;
 
@@ -47,10 +63,13 @@ class FlexForwardReads {
   template <class Arguments, class HopperArguments, class Wait>
   static __device__ __forceinline__ void bring(unsigned stage, unsigned full, const Arguments& a,
                                                const HopperArguments& more, const typename ScoreMod::Captured& score,
-                                               const typename MaskMod::Captured& mask, int b, int h, int q, int kv,
+                                               const typename MaskMod::Captured& mask,
+                                               const typename Tangent::Captured& tangent, int b, int h, int q, int kv,
                                                bool masked, int thread, const Wait& wait) {
     ScoreLines of_score;
     MaskLines of_mask;
+    TangentLines of_tangent;
+    if constexpr (kTangentLines) of_tangent.load(tangent, b, h, q, kv, thread);
     if constexpr (kScoreLines) of_score.load(score, b, h, q, kv, thread);
     if constexpr (kMaskLines) {
       if (masked) of_mask.load(mask, b, h, q, kv, thread);
@@ -64,12 +83,21 @@ class FlexForwardReads {
     if constexpr (kMaskLines) {
       if (masked) of_mask.store(stage + Boxes::kBytes, thread);
     }
+    if constexpr (kTangentLines) of_tangent.store(stage + Boxes::kBytes + kMaskLineBytes + kScoreLineBytes, thread);
   }
 
-  /// Reads of a score_mod's and of a mask_mod's lines: of the pair of query `q` and key `kv` of the tile.
+  /// Reads of the lines of a score_mod, of its tangent and of a mask_mod: of the pair of query `q` and key `kv` of the
+  /// tile.
   static __device__ __forceinline__ auto score_lines(unsigned stage, int q, int kv) {
     if constexpr (kScoreLines) {
       return typename ScoreLines::Reads(stage + Boxes::kBytes + kMaskLineBytes, q, kv);
+    } else {
+      return score_mod::ReadThere<ScoreMod::kUnread>();
+    }
+  }
+  static __device__ __forceinline__ auto tangent_lines(unsigned stage, int q, int kv) {
+    if constexpr (kTangentLines) {
+      return typename TangentLines::Reads(stage + Boxes::kBytes + kMaskLineBytes + kScoreLineBytes, q, kv);
     } else {
       return score_mod::ReadThere<ScoreMod::kUnread>();
     }

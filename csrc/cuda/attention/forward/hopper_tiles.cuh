@@ -12,6 +12,7 @@ namespace fusegrad::device {
 struct FlexForwardOperands {
   using Arguments = FlexForwardArguments;
   using HopperArguments = FlexForwardHopperArguments;
+  using Tangent = NoTangent;
   static constexpr int kQuery = 1, kKey = 1, kValue = 1;
 };
 
@@ -20,7 +21,7 @@ class FlexForwardHopperTiles {
  protected:
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
-  using Reads = FlexForwardReads<Config>;
+  using Reads = FlexForwardReads<Config, typename Operands::Tangent>;
   static constexpr HopperForwardMemory kMemory{{.rows = Config::kRows,
                                                 .cols = Config::kCols,
                                                 .head = Config::kHead,
@@ -222,7 +223,7 @@ class FlexForwardHopperTiles {
     return kind != kTileFull || col + Config::kCols > a_.keys;
   }
   /// Called by the warps behind the producer's.
-  __device__ __forceinline__ void bring_reads() const {
+  __device__ __forceinline__ void bring_reads(const typename Operands::Tangent::Captured& tangent) const {
     static_assert(!Reads::kUsed || Config::kParts == 1);
     const int thread = static_cast<int>(threadIdx.x) - Config::kGroups * kWarpgroup - kLanes;
     Works works;
@@ -241,8 +242,8 @@ class FlexForwardHopperTiles {
       for (int i = 0; i < w.tiles; ++i) {
         const int tile = next, col = Entry::column(tile) * Config::kCols, stage = stages.stage();
         if (i + 1 < w.tiles) next = walk[i + 1];
-        Reads::bring(reads(stage), reads_full(stage), a_, more_, score_, mask_, Work::batch(w.b), w.h, w.row, col,
-                     masked(Entry::kind(tile, 0), col), thread,
+        Reads::bring(reads(stage), reads_full(stage), a_, more_, score_, mask_, tangent, Work::batch(w.b), w.h, w.row,
+                     col, masked(Entry::kind(tile, 0), col), thread,
                      [&] { Barrier::wait(reads_empty(stage), stages.parity() ^ 1); });
         __syncwarp();
         release(reads_full(stage));

@@ -19,6 +19,7 @@ template <class Config>
 struct FlexTangentsOperands {
   using Arguments = FlexTangentsArguments;
   using HopperArguments = FlexTangentsHopperArguments;
+  using Tangent = typename Config::Tangent;
   static constexpr int kQuery = Config::kQueryTangent ? 2 : 1;
   static constexpr int kKey = Config::kKeyTangent ? 2 : 1;
   static constexpr int kValue = Config::kValueTangent ? 2 : 1;
@@ -33,7 +34,7 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
   using Tiles::lane, Tiles::produce, Tiles::release, Tiles::entry, Tiles::work, Tiles::work_empty, Tiles::work_full;
   using typename Tiles::Entry, typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod,
       typename Tiles::Stages;
-  using typename Tiles::Work, typename Tiles::Works;
+  using typename Tiles::Reads, typename Tiles::Work, typename Tiles::Works;
   using T = typename Config::Element;
   using Tangent = typename Config::Tangent;
   // Float16 has no room for products of larger weights with tangents.
@@ -46,6 +47,7 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
   static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;  // of dropout, of a tile
   static_assert(Config::kGroups == 2 && Config::kParts == 1 && Config::kQueryStages == 1 && !Config::kKeySplits);
   static_assert(!Config::kDropout || Config::kCols % 64 == 0);
+  static constexpr int kProducerRegisters = Reads::kUsed ? 56 : 24;
 
  public:
   using Tiles::kSharedBytes;
@@ -61,10 +63,13 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
     // The shuffle tells the compiler that it is uniform in a warp.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
-      give_registers<24>();
+      give_registers<kProducerRegisters>();
       if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
+      if constexpr (Reads::kUsed) {
+        if (threadIdx.x >= Config::kGroups * kWarpgroup + kLanes) Tiles::bring_reads(tangent_);
+      }
     } else {
-      take_registers<240>();
+      take_registers<consumer_registers(Config::kGroups, kProducerRegisters)>();
       consume();
     }
   }
@@ -195,9 +200,13 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
     return row_ + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
   }
   // All pairs are changed, masked ones too: they read inside its buffers.
-  __device__ __forceinline__ void change(Scores& s, Scores& d, int tile) const {
+  __device__ __forceinline__ void change(Scores& s, Scores& d, int tile) {
     if constexpr (Config::kUnscaled) return;
     const int q = first_query(), kv = Entry::column(tile) * Config::kCols + lane() % 4 * 2;
+    if constexpr (Reads::kUsed) Barrier::wait(Tiles::reads_full(reads_.stage()), reads_.parity());
+    const unsigned reads = Tiles::reads(reads_.stage());
+    const auto lines = Reads::score_lines(reads, q - row_, lane() % 4 * 2);
+    const auto of_tangent = Reads::tangent_lines(reads, q - row_, lane() % 4 * 2);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
@@ -205,11 +214,16 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
         s[n][e] *= a_.scale;
         if constexpr (kHas<ScoreMod>) {
           const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
-          d[n][e] = Tangent::apply(tangent_, s[n][e], d[n][e] * a_.scale, b_, h_, at_q, at_kv, true);
-          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, at_q, at_kv, true);
+          d[n][e] = Tangent::apply(tangent_, s[n][e], d[n][e] * a_.scale, b_, h_, at_q, at_kv, true,
+                                   of_tangent.at(e / 2 * 8, n * 8 + e % 2));
+          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, at_q, at_kv, true, lines.at(e / 2 * 8, n * 8 + e % 2));
         }
       }
       if constexpr (kHas<ScoreMod>) hold_order();
+    }
+    if constexpr (Reads::kUsed) {
+      release(Tiles::reads_empty(reads_.stage()));
+      reads_.next();
     }
   }
   // Rows beyond the queries may get any result, which nobody stores.
@@ -302,6 +316,7 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
   Softmax softmax_;
   FlexDropoutHead<Config> dropout_;
   FlexKept<false, kWords> kept_;
+  typename Tiles::ReadStages reads_;
   float of_lse_[2];
   int b_, h_, row_, group_;
 };

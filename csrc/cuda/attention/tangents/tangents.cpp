@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/attention/captured/reads.h"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/forward/forward.h"
 #include "cuda/attention/plan/case_facts.h"
@@ -26,8 +27,8 @@ int shared_bytes(const FlexCase& c, const FlexTile& t) {
                                         .stages = t.stages,
                                         .query_stages = t.hopper().query_stages,
                                         .parts = t.parts(),
-                                        .read_bytes = 0,
-                                        .read_stages = 0,
+                                        .read_bytes = t.hopper().line_bytes,
+                                        .read_stages = t.hopper().read_stages,
                                         .query_tiles = c.tangents_of.query ? 2 : 1,
                                         .key_tiles = c.tangents_of.key ? 2 : 1,
                                         .value_tiles = c.tangents_of.value ? 2 : 1})
@@ -50,7 +51,14 @@ std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) 
   const int most = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   if (takes_hopper(c, architecture) && most <= 128) {
     const bool large = most <= 64 && !c.blocks && !c.dropout && c.score_mod.text.empty();
-    return {{128, large ? 96 : 64, 12, 2, false, HopperTile{}}};
+    FlexTile t{128, large ? 96 : 64, 12, 2, false, HopperTile{}};
+    // Larger heads leave the warps that bring lines too few registers.
+    using score_mod::Reads;
+    if (most <= 64 && !c.dropout && reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal})) {
+      t.hopper().read_stages = 4;
+      t.hopper().line_bytes = 4 << 10;
+    }
+    return {t};
   }
   const bool wide = c.dtype == DType::kFloat32;
   if (!wide && std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}};
