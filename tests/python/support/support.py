@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ def acc_of(dtype: torch.dtype) -> torch.dtype:
 
 
 DEVICE_DTYPES = [(device, dtype) for device in DEVICES for dtype in dtypes(device)]
+
+
+@contextmanager
+def deterministic_algorithms(on: bool = True, warn_only: bool = False) -> Iterator[None]:
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def rmse(value: Tensor, truth: Tensor) -> float:
