@@ -185,9 +185,11 @@ def test_engine_call() -> None:
     assert op(states.detach(), weight.detach(), target, return_entropy=False)[1].numel() == 0
     with pytest.raises(RuntimeError, match="linear_log_prob_forward"):
         op(states, weight, target)[0].sum().backward()
-    with pytest.raises(ValueError, match="target of class indices must have shape"):
+    with pytest.raises(ValueError, match=r"^linear_log_prob_forward: a target of class indices must have shape"):
         op(states.detach(), weight.detach(), target[0])
-    with pytest.raises(IndexError):
+    with pytest.raises(TypeError, match=r"^linear_log_prob_forward: "):
+        op(states.detach(), weight.detach().double(), target)
+    with pytest.raises(IndexError, match=r"^linear_log_prob_forward: "):
         op(states.detach(), weight.detach(), target + 40)
     torch.library.opcheck(op.default, (states.detach(), weight.detach(), target))
 
