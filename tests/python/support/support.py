@@ -234,3 +234,21 @@ def gradients(
     if upstream is None:
         upstream = torch.full_like(loss, 0.5)
     return loss, torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+
+
+FROZEN = [(True, False), (False, True), (False, False)]
+
+
+def check_frozen(call: Callable[..., Tensor], tensors: list[Tensor], trained: tuple[bool, ...]) -> None:
+    """Those that are not trained get no gradient, and the others the one that they have where all are."""
+    every = gradients(call, tensors)[1]
+    leaves = [t.detach().clone().requires_grad_(is_trained) for t, is_trained in zip(tensors, trained, strict=True)]
+    loss = call(*leaves)
+    assert loss.requires_grad == any(trained)
+    if loss.requires_grad:
+        (loss * 0.5).backward()
+    for leaf, gradient in zip(leaves, every, strict=True):
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad, gradient)
+        else:
+            assert leaf.grad is None
