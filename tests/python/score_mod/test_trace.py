@@ -892,6 +892,22 @@ def test_the_cache_is_bounded() -> None:
     assert cache.cache_info()["entries"] <= 100 + 32
 
 
+def test_what_is_traced_again_stays_longest() -> None:
+    def make(size: int) -> Callable[..., Tensor]:
+        bias = torch.randn(size)
+        return lambda s, b, h, q, kv: s + bias[kv]
+
+    trace_score_mod(make(3))
+    for n in range(cache._MAX_FUNCTIONS - 1):
+        trace_score_mod(eval(f"lambda s, b, h, q, kv: s * {n} + 1"))
+    again = make(4)
+    trace_score_mod(again)
+    trace_score_mod(eval("lambda s, b, h, q, kv: s - 7"))
+    before = cache.cache_info()["misses"]
+    trace_score_mod(again)
+    assert cache.cache_info()["misses"] == before
+
+
 def test_threads() -> None:
     errors = []
 
