@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 
+#include "common/division.h"
 #include "common/host.h"
 #include "score_mod/block_bounds.h"
 
@@ -23,8 +24,8 @@ struct BlockMaskProgram {
   std::array<int64_t, 2> block_size{}, lengths{};  ///< of queries and of keys
   int64_t batches = 1, heads = 1;
 
-  int64_t rows() const { return (lengths[0] + block_size[0] - 1) / block_size[0]; }
-  int64_t cols() const { return (lengths[1] + block_size[1] - 1) / block_size[1]; }
+  int64_t rows() const { return ceil_div(lengths[0], block_size[0]); }
+  int64_t cols() const { return ceil_div(lengths[1], block_size[1]); }
 };
 
 /// Of each row of blocks how many are listed, and all columns: the listed ones first, each part ascending. [.., rows]

@@ -7,6 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "common/division.h"
+
 namespace fusegrad {
 
 struct LinearSizes {
@@ -41,7 +43,7 @@ inline std::optional<int64_t> budget_bytes(std::optional<int64_t> mib) {
 template <class Size>
 Size logits_row_elements(Size vocab, int64_t element_size) {
   const int64_t align = std::max<int64_t>(1, 16 / element_size);
-  return (vocab + (align - 1)) / align * align;
+  return round_up(vocab, align);
 }
 
 /// Chunks of equal size, at most `limit` each, in multiples of `unit`.
@@ -49,9 +51,8 @@ inline int64_t balanced_chunk(int64_t total, int64_t limit, int64_t unit) {
   limit = std::max(limit, unit);
   if (total <= limit) return std::max<int64_t>(total, 1);
   const int64_t floor_limit = limit / unit * unit;
-  const int64_t chunks = (total + floor_limit - 1) / floor_limit;
-  const int64_t even = (total + chunks - 1) / chunks;
-  return std::min((even + unit - 1) / unit * unit, floor_limit);
+  const int64_t chunks = ceil_div(total, floor_limit);
+  return std::min(round_up(ceil_div(total, chunks), unit), floor_limit);
 }
 
 /// Columns of all rows at a time where lse is known, at least 1024. Without a budget 512 MiB of logits (32 MiB on the

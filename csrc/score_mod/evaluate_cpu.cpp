@@ -6,6 +6,7 @@
 #include <new>
 #include <type_traits>
 
+#include "common/division.h"
 #include "score_mod/tile_program.h"
 
 namespace fusegrad::score_mod {
@@ -15,7 +16,7 @@ namespace {
 class Arena {
  public:
   static constexpr int64_t kAlignment = 64;
-  static int64_t padded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  static int64_t padded(int64_t bytes) { return round_up(bytes, kAlignment); }
 
   void allocate(int64_t bytes) {
     data_.reset(static_cast<std::byte*>(

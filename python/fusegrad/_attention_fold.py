@@ -53,8 +53,7 @@ def fold(
     # The results have the order of the query's strides: the batch is to be their first.
     query = fold_rows(t.query, dim_of.query, size).contiguous()
     key, value = t.key, t.value
-    shared = key.size(0 if dim_of.key != 0 else 1)
-    if each_key or shared > 1 or dim_of.key is not None or dim_of.value is not None:
+    if each_key or dim_of.key is not None or dim_of.value is not None or key.size(0) > 1:
         key, value = (
             moved(x, d, size).expand(size, batch, *[-1] * 3).flatten(0, 1)
             for x, d in ((key, dim_of.key), (value, dim_of.value))

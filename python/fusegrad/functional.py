@@ -433,7 +433,9 @@ def linear_log_prob(
             vocab_parallel=vocab_parallel,
             return_aux=Aux(token_log_prob=True, entropy=return_entropy),
         )
-    except (IndexError, NotImplementedError, TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("linear_cross_entropy:", "linear_log_prob:", 1)) from error
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if not str(error).startswith("linear_cross_entropy"):
+            raise
+        raise type(error)(str(error).replace("linear_cross_entropy", "linear_log_prob", 1)) from error
     assert aux.token_log_prob is not None
     return LogProb(aux.token_log_prob, aux.entropy)

@@ -141,6 +141,17 @@ TEST_P(LinearLogProb, TheSameBitsInEveryBatch) {
           .entropy.defined());
   EXPECT_THROW(linear_log_prob_forward(x, weight, target, LinearLogProbOptions(options).support(target.unsqueeze(1))),
                c10::ValueError);
+  EXPECT_TRUE(linear_log_prob_forward(row, weight, target.narrow(0, 6, 1)).lse.equal(called.lse));
+  const auto text_of = [&](const auto& op) -> std::string {
+    try {
+      op(x, weight, target.narrow(0, 0, 1), options);
+    } catch (const c10::ValueError& error) {
+      return error.what_without_backtrace();
+    }
+    return "";
+  };
+  EXPECT_EQ(text_of(linear_log_prob).rfind("linear_log_prob: a target", 0), 0);
+  EXPECT_EQ(text_of(linear_log_prob_forward).rfind("linear_log_prob_forward: a target", 0), 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Places, LinearLogProb, ::testing::ValuesIn(places()), place_name);

@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,12 @@ import pytest
 import torch
 from fusegrad import _C
 from support import DEVICES, FLEX_FAMILIES
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look through what was imported: torch alone has half a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,14 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/division.h"
 #include "common/error.h"
 
 namespace fusegrad::cpu {
-namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
 
 BlockMap::BlockMap(const BlockLists& lists, bool masked, int64_t queries, int64_t keys)
     : queries_(queries),

@@ -125,7 +125,7 @@ void block_list(const Host& host, const BlockState* states, int64_t heads, int64
                 BlockState state, const BlockList& list) {
   // Of a block's place in its line. By columns a thread has several, side by side in memory.
   const int64_t lines = by_column ? cols : rows, length = by_column ? rows : cols;
-  const int64_t width = by_column ? 64 : 1, chunks = (lines + width - 1) / width;
+  const int64_t width = by_column ? 64 : 1, chunks = ceil_div(lines, width);
   parallel_for(host, heads * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t head = chunk / chunks, first = chunk % chunks * width, last = std::min(first + width, lines);

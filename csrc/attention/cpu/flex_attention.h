@@ -10,6 +10,7 @@
 #include "attention/cpu/attention_kernels.h"
 #include "attention/cpu/block_map.h"
 #include "attention/flex_attention.h"
+#include "common/division.h"
 #include "common/error.h"
 #include "common/host.h"
 #include "common/memory.h"
@@ -22,9 +23,6 @@ namespace fusegrad::cpu {
 /// cache.
 inline constexpr int64_t kTileRows = 64;
 inline constexpr int64_t kTileCols = 256;
-
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-inline int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 /// lse of a row whose largest score is `max` and whose exponentials relative to that sum to `sum`; `low`, if not null:
 /// what rounding took from it.

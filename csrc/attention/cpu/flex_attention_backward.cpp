@@ -37,7 +37,7 @@ class Backward {
         lse_(static_cast<const T*>(call.saved.lse)),
         lse_low_(static_cast<const T*>(call.saved.lse_low)),
         max_(static_cast<const T*>(call.saved.max_scores)),
-        sums_(host, call, p_.lengths(), p_.key_batches, p_.key_heads, tiles_in(p_.keys, kKeyBlock)) {
+        sums_(host, call, p_.lengths(), p_.key_batches, p_.key_heads, ceil_div(p_.keys, kKeyBlock)) {
     if (call.grad_out.data != nullptr) grad_out_.emplace(call.grad_out);
     if (call.needs_query) grad_query_.emplace(call.query);
     if (call.needs_key) grad_key_.emplace(call.key);
@@ -121,7 +121,7 @@ void Backward<T>::row_values() {
 
 template <class T>
 void Backward<T>::divide() {
-  units_ = {p_.key_batches * p_.key_heads, tiles_in(p_.keys, kKeyBlock), sums_.cut() == LaneCut::kKeys};
+  units_ = {p_.key_batches * p_.key_heads, ceil_div(p_.keys, kKeyBlock), sums_.cut() == LaneCut::kKeys};
   keeps_ = sums_.cut() == LaneCut::kAnywhere && p_.keeps_pairs(kKeyBlock) && group_heads() == 1;
   const int64_t head_bytes = p_.batches * p_.heads / units_.groups * p_.queries * p_.padded_head() * int64_t{sizeof(T)};
   const int64_t lane_bytes = std::max<int64_t>(units_.block_major ? head_bytes * units_.groups : head_bytes, 1);

@@ -68,7 +68,7 @@ template <class T>
 int64_t rows_of_a_task(const FlexProblem<T>& p) {
   int64_t rows = kMostRows;
   const int64_t heads = p.batches * p.heads;
-  while (rows > kTileRows && heads * tiles_in(p.queries, rows) < 4 * threads(p.host)) rows /= 2;
+  while (rows > kTileRows && heads * ceil_div(p.queries, rows) < 4 * threads(p.host)) rows /= 2;
   return std::min(rows, round_up(p.queries, kTileRows));
 }
 
@@ -208,7 +208,7 @@ void run(const FlexProblem<T>& problem, const FlexResults& results) {
     return;
   }
   const int64_t heads = problem.batches * problem.heads, rows = rows_of_a_task(problem);
-  const int64_t row_tasks = tiles_in(problem.queries, rows);
+  const int64_t row_tasks = ceil_div(problem.queries, rows);
   share_tasks(problem.host, heads * row_tasks, [&](const auto& next) {
     Worker<T> worker(problem, results, rows);
     while (const auto task = next()) {

@@ -187,7 +187,7 @@ void run(const Host& host, const FlexTangentCall& call) {
     tangent.emplace(*score_mod::cached_tangent(call.of.score_mod.text, call.has_tangent), problem.lengths(),
                     call.buffers, call.of.score_mod.scalars);
   }
-  const int64_t heads = problem.batches * problem.heads, row_tasks = tiles_in(problem.queries, kTileRows);
+  const int64_t heads = problem.batches * problem.heads, row_tasks = ceil_div(problem.queries, kTileRows);
   share_tasks(host, heads * row_tasks, [&](const auto& next) {
     Worker<T> worker(problem, call, tangent ? &*tangent : nullptr);
     while (const auto task = next()) {

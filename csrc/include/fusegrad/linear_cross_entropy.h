@@ -67,7 +67,8 @@ struct LinearLogProbOptions {
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
   TORCH_ARG(std::optional<at::Tensor>, support);
   TORCH_ARG(std::optional<at::Tensor>, grad_weight_into);
-  TORCH_ARG(bool, batch_invariant) = false;
+  /// Without a value: true for linear_log_prob_forward, false for linear_log_prob.
+  TORCH_ARG(std::optional<bool>, batch_invariant);
   /// false: the entropy is undefined and costs nothing.
   TORCH_ARG(bool, return_entropy) = true;
 };
@@ -78,7 +79,7 @@ struct LogProb {
 
 /// log p[target] of each row and the entropy of p = softmax(z), in nats, both differentiable: linear_cross_entropy with
 /// reduction "none" and those aux values. float32 (float64 for float64), of the target's shape; 0 at ignored rows.
-/// target: class indices [...]. Errors as in linear_cross_entropy, under its name.
+/// target: class indices [...]. Errors as in linear_cross_entropy, under this function's name.
 LogProb linear_log_prob(const at::Tensor& input, const at::Tensor& linear_weight, const at::Tensor& target,
                         const LinearLogProbOptions& options = {});
 
@@ -87,9 +88,8 @@ struct LogProbForward {
 };
 
 /// linear_log_prob without a graph, for inference engines: no gradient is recorded whatever requires one, nothing waits
-/// for the device. The values are linear_log_prob's, bit by bit. Not with a
-/// support or grad_weight_into. From Python: torch.ops.fusegrad.linear_log_prob_forward, where batch_invariant is true
-/// unless it is given.
+/// for the device. The values are linear_log_prob's, bit by bit. Not with a support or grad_weight_into. From Python:
+/// torch.ops.fusegrad.linear_log_prob_forward.
 LogProbForward linear_log_prob_forward(const at::Tensor& input, const at::Tensor& linear_weight,
                                        const at::Tensor& target, const LinearLogProbOptions& options = {});
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/capability.h"
+#include "common/division.h"
 #include "common/host.h"
 #include "losses/cpu/product.h"
 #include "losses/cpu/row_range.h"
@@ -41,11 +42,11 @@ void over_rows(const Params& p, DType dtype, void* stream, void (*kernel)(const 
 }
 
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
-int64_t padded(int64_t cols) { return (cols + cpu::kPadding - 1) / cpu::kPadding * cpu::kPadding; }
+int64_t padded(int64_t cols) { return round_up(cols, cpu::kPadding); }
 
 // Not initialised: pages that nothing needs are never touched.
 std::unique_ptr<double[]> scratch_of(int64_t bytes) {
-  return std::unique_ptr<double[]>(new double[(bytes + sizeof(double) - 1) / sizeof(double)]);
+  return std::unique_ptr<double[]>(new double[ceil_div(static_cast<size_t>(bytes), sizeof(double))]);
 }
 
 void forward(const RowForward& p, DType dtype, void* stream) {

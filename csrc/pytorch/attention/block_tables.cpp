@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "common/division.h"
 #include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad {
@@ -97,7 +98,7 @@ std::vector<Tensor> block_tables(const score_mod::BlockBounds& bounds, at::Tenso
         break;
       case BoundsBuffer::Content::kLogarithms: {
         const int64_t part = b.parts[0];
-        made.push_back(logarithms((source.size(b.dimension) + part - 1) / part, like));
+        made.push_back(logarithms(ceil_div(source.size(b.dimension), part), like));
       }
     }
   }

@@ -73,16 +73,20 @@ struct Shards {
 /// Compares what the processes of a group were given. `names` are those of the tensors, with commas between them;
 /// `kinds` has a number for each: -1 where it is absent and not among the `given`, else twice one more than the
 /// dimension that is this process's part (none: 0), and 1 more where it requires grad. `told` has a line for what else
-/// must be the same, `name: value`. `failed`: this process cannot make the call. Returns whether something differs,
-/// 0-d bool, where the device alone knows it.
+/// must be the same, `name: value`. `who`: which processes, for messages. `failed`: this process cannot make the call.
+/// `again`: others may be given the same. Where none is, tensors must be the same bit by bit, and the host waits.
+/// Without names the first of the `given` says the device alone. Returns whether something differs, 0-d bool, where the
+/// device alone knows it.
 struct ShardsAgree {
   FIELDS_OF(ShardsAgree)
   REQUIRED(std::string, op);
+  REQUIRED(std::string, who);
   REQUIRED(at::TensorList, given);
   REQUIRED(std::string, names);
   REQUIRED(std::vector<int64_t>, kinds);
   REQUIRED(std::string, told);
   REQUIRED(bool, failed) = false;
+  REQUIRED(bool, again) = true;
   ALL_OF(Shards, shards);
 };
 

@@ -9,6 +9,7 @@
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/loss_front.h"
+#include "pytorch/ops/renamed.h"
 #include "pytorch/ops/support.h"
 #include "pytorch/rows/collectives.h"
 #include "pytorch/rows/segments.h"
@@ -193,9 +194,11 @@ LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const 
                         .workspace_mib(options.workspace_mib())
                         .support(options.support())
                         .grad_weight_into(options.grad_weight_into())
-                        .batch_invariant(options.batch_invariant());
-  const auto out = linear_cross_entropy_with_aux(input, linear_weight, target, rows,
-                                                 Aux().token_log_prob(true).entropy(options.return_entropy()));
+                        .batch_invariant(options.batch_invariant().value_or(false));
+  const auto out = errors_name("linear_log_prob", kOp, [&] {
+    return linear_cross_entropy_with_aux(input, linear_weight, target, rows,
+                                         Aux().token_log_prob(true).entropy(options.return_entropy()));
+  });
   return {out.aux.token_log_prob, out.aux.entropy};
 }
 

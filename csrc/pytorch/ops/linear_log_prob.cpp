@@ -4,6 +4,7 @@
 #include "fusegrad/linear_cross_entropy.h"
 #include "pytorch/ops/check.h"
 #include "pytorch/ops/dispatch.h"
+#include "pytorch/ops/renamed.h"
 
 namespace fusegrad {
 namespace {
@@ -34,9 +35,11 @@ LogProbTuple forward_without_graph(const LinearLogProbForward& call) {
   if (shards) {
     options.vocab_parallel(VocabParallel().group(shards.group).rank(shards.rank).bounds(shards.bounds));
   }
-  const auto aux = linear_cross_entropy_with_aux(call.input, call.linear_weight, call.target, options,
-                                                 Aux().lse(true).token_log_prob(true).entropy(call.return_entropy))
-                       .aux;
+  const auto aux = errors_name("linear_log_prob_forward", "linear_cross_entropy", [&] {
+    return linear_cross_entropy_with_aux(call.input, call.linear_weight, call.target, options,
+                                         Aux().lse(true).token_log_prob(true).entropy(call.return_entropy))
+        .aux;
+  });
   // Two are rows of one tensor, and outputs of an op must not alias.
   return {aux.token_log_prob.clone(), call.return_entropy ? aux.entropy.clone() : nothing_like(aux.lse), aux.lse};
 }
@@ -64,7 +67,7 @@ LogProbForward linear_log_prob_forward(const Tensor& input, const Tensor& linear
                                       .row_scale = options.row_scale(),
                                       .workspace_mib = options.workspace_mib(),
                                       .return_entropy = options.return_entropy(),
-                                      .batch_invariant = options.batch_invariant(),
+                                      .batch_invariant = options.batch_invariant().value_or(true),
                                       .shards = {}});
   return {log_prob, options.return_entropy() ? entropy : Tensor(), lse};
 }

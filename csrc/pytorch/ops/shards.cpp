@@ -73,8 +73,14 @@ Tensor ToldCall::agree(const char* op, const Shards& shards, bool failed) {
   tell("the grad mode", at::GradMode::is_enabled());
   tell("autocast", autocast);
   at::AutoDispatchBelowAutograd below;
-  return agree(
-      {.op = op, .given = given_, .names = names_, .kinds = kinds_, .told = told_, .failed = failed, .shards = shards});
+  return agree({.op = op,
+                .who = "that share a vocabulary",
+                .given = given_,
+                .names = names_,
+                .kinds = kinds_,
+                .told = told_,
+                .failed = failed,
+                .shards = shards});
 }
 
 }  // namespace fusegrad

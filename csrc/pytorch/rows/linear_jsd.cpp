@@ -3,6 +3,7 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "common/division.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/rows/jsd_job.h"
 #include "pytorch/rows/linear.h"
@@ -48,7 +49,7 @@ struct Call {
       // Logits of another dtype are rounded from a buffer of their own.
       const auto size = static_cast<int64_t>(at::elementSize(product_type(heads.teacher)));
       if (product_type(heads.teacher) != dtype()) {
-        sizes.logits_per_row += (size + sizes.element_size - 1) / sizes.element_size;
+        sizes.logits_per_row += ceil_div(size, sizes.element_size);
       }
     }
     // Some ten tensors of a chunk's logits are held at a time.

@@ -38,6 +38,25 @@ int64_t number_of(const std::string& text) {
   return number;
 }
 
+Tensor mixed(Tensor bits) {
+  bits = bits * kFirst;
+  bits = bits.bitwise_xor(bits.bitwise_right_shift(31)) * kSecond;
+  return bits.bitwise_xor(bits.bitwise_right_shift(29));
+}
+
+// A number that other bits, or the same in another order, change: [1] int64.
+Tensor fingerprint(Tensor tensor) {
+  if (tensor.is_floating_point()) {
+    const auto size = tensor.element_size();
+    tensor = tensor.contiguous().view(size == 8   ? at::kLong
+                                      : size == 4 ? at::kInt
+                                      : size == 2 ? at::kShort
+                                                  : at::kChar);
+  }
+  const auto bits = tensor.reshape({-1}).to(at::kLong);
+  return mixed(bits + kPlace * at::arange(1, bits.numel() + 1, bits.options())).sum().reshape({1});
+}
+
 // What each argument is, the same text where it is the same.
 std::vector<Told> told_of(const ShardsAgree& call) {
   std::vector<Told> told;
@@ -55,6 +74,7 @@ std::vector<Told> told_of(const ShardsAgree& call) {
       const int64_t dim = kind / 2 - 1;
       if (dim >= 0 && dim < tensor.dim()) sizes[static_cast<size_t>(dim)] = call.shards.vocab();
       value << tensor.scalar_type() << " " << at::IntArrayRef(sizes) << (kind % 2 == 1 ? " that requires grad" : "");
+      if (!call.again) value << " with fingerprint " << fingerprint(tensor).item<int64_t>();
     }
     told.push_back({text, value.str()});
   }
@@ -112,36 +132,16 @@ Tensor compare_calls(const ShardsAgree& call, const at::Device& device) {
   const auto everyone = all.cpu();
   const auto failures = everyone.select(1, 0).eq(kFailed);
   if (call.failed) return {};
-  TORCH_CHECK(!failures.any().item<bool>(), call.op,
-              ": all processes that share a vocabulary must make the call, but got an error of its own in rank ",
-              ranks_of(failures));
+  TORCH_CHECK(!failures.any().item<bool>(), call.op, ": all processes ", call.who,
+              " must make the call, but got an error of its own in rank ", ranks_of(failures));
   for (size_t i = 0; i < told.size(); ++i) {
     const auto number = everyone.select(1, static_cast<int64_t>(i) + 1), different = number.ne(number[0]);
-    TORCH_CHECK_VALUE(!different.any().item<bool>(), call.op, ": ", told[i].name,
-                      " must be the same in all processes that share a vocabulary, but got another in rank ",
-                      ranks_of(different), " than in rank 0; in this one ", told[i].value.substr(0, 400));
+    TORCH_CHECK_VALUE(!different.any().item<bool>(), call.op, ": ", told[i].name, " must be the same in all processes ",
+                      call.who, ", but got another in rank ", ranks_of(different), " than in rank 0; in this one ",
+                      told[i].value.substr(0, 400));
   }
-  known.add(key, mine);
+  if (call.again) known.add(key, mine);
   return {};
-}
-
-Tensor mixed(Tensor bits) {
-  bits = bits * kFirst;
-  bits = bits.bitwise_xor(bits.bitwise_right_shift(31)) * kSecond;
-  return bits.bitwise_xor(bits.bitwise_right_shift(29));
-}
-
-// A number that other bits, or the same in another order, change: [1] int64.
-Tensor fingerprint(Tensor tensor) {
-  if (tensor.is_floating_point()) {
-    const auto size = tensor.element_size();
-    tensor = tensor.contiguous().view(size == 8   ? at::kLong
-                                      : size == 4 ? at::kInt
-                                      : size == 2 ? at::kShort
-                                                  : at::kChar);
-  }
-  const auto bits = tensor.reshape({-1}).to(at::kLong);
-  return mixed(bits + kPlace * at::arange(1, bits.numel() + 1, bits.options())).sum().reshape({1});
 }
 
 // A number a row, near the row's length: a sum with fixed signs and the length, which is larger than most sums.
@@ -203,9 +203,8 @@ Tensor compare_values(const ShardsAgree& call) {
     if (!wrong.any().item<bool>()) continue;
     std::string row;
     if (counts[i] > 1) row = " at row " + std::to_string(different[i].any(0).nonzero()[0].item<int64_t>());
-    TORCH_CHECK_VALUE(false, call.op, ": ", names[i],
-                      " must be the same in all processes that share a vocabulary, but got another in rank ",
-                      ranks_of(wrong), " than in rank 0", row,
+    TORCH_CHECK_VALUE(false, call.op, ": ", names[i], " must be the same in all processes ", call.who,
+                      ", but got another in rank ", ranks_of(wrong), " than in rank 0", row,
                       "; a weight that data parallelism sharded must be gathered");
   }
   return {};
@@ -216,7 +215,7 @@ Tensor shards_agree(const ShardsAgree& call) {
   const auto& like = call.given.front();
   const c10::OptionalDeviceGuard device(at::device_of(like));
   const auto calls = compare_calls(call, like.device());
-  const auto values = call.failed ? Tensor() : compare_values(call);
+  const auto values = call.failed || !call.again ? Tensor() : compare_values(call);
   if (calls.defined()) return values.defined() ? calls.logical_or(values) : calls;
   return values.defined() ? values : at::zeros({}, like.options().dtype(at::kBool));
 }

@@ -215,5 +215,4 @@ def _is_once_differentiable(backward: Any) -> bool:
 
 def _name_of(function: type) -> str:
     """An op's backward has a class of its own, which torch._library names."""
-    name = function.__qualname__
-    return name.removeprefix("GeneratedBackwardFor_") if name.startswith("GeneratedBackwardFor_") else name
+    return function.__qualname__.removeprefix("GeneratedBackwardFor_")

@@ -12,13 +12,10 @@ from torch import Tensor
 
 from .._arguments import checked
 from .._eager import eager_only
-from .agreement import agree
 from .gradients import acc_of, refuse_double_backward
-from .shards import KeptGroup, is_dtensor, process_group
+from .shards import KeptGroup, agree, is_dtensor, process_group
 
 __all__ = ["gather_bias", "whole_bias"]
-
-_WHO = "that share rows"
 
 
 class _Group:
@@ -108,7 +105,7 @@ def _check(op: str, bias: Tensor, of: _Group, told: dict[str, Any], error: Excep
     if of.world > 1:
         wants = bias.requires_grad and torch.is_grad_enabled()
         told = {**told, "dtype": bias.dtype, "requires_grad": wants}
-        different = agree(op, of.group, bias.device, told, failed=error is not None, who=_WHO)
+        different = agree(op, "that share rows", of.group, bias.device, told, failed=error is not None)
     if error is not None:
         raise error
     return different

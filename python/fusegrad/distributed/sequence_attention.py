@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from .._eager import eager_only
 from .._transforms import as_autocast_wants
 from ..score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
-from .agreement import agree
 from .gradients import acc_of, refuse_double_backward
 from .sequence import ContextParallel
 from .sequence_captured import captured
@@ -26,6 +25,7 @@ from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import sizes_of
 from .sequence_rows import Results, Tensors
 from .sequence_steps import Call
+from .shards import agree
 
 __all__ = ["Options", "Part", "attend"]
 
@@ -137,7 +137,7 @@ def attend(
     given = dict.fromkeys(_TOLD) if prepared is None else prepared.told
     different = None
     if context.world > 1:
-        different = agree(OP, context.group, query.device, given, failed=prepared is None)
+        different = agree(OP, "of context_parallel", context.group, query.device, given, failed=prepared is None)
     if prepared is None:
         assert error is not None
         raise error

@@ -1,4 +1,5 @@
-"""Who has which part of the vocabulary, and tensors of torch.distributed.tensor."""
+"""Who has which part of the vocabulary, whether all processes make the same call, and tensors of
+torch.distributed.tensor."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _sharding
 from .._sharding import is_dtensor
 
-__all__ = ["VocabParallel", "process_group"]
+__all__ = ["VocabParallel", "agree", "process_group"]
 
 
 class KeptGroup:
@@ -132,6 +134,47 @@ def process_group(name: str, group: Any) -> Any:
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: group must contain this process, but got {group} in rank {dist.get_rank()}")
     return group
+
+
+def agree(
+    op: str,
+    who: str,
+    group: Any,
+    device: torch.device,
+    told: dict[str, Any],
+    failed: bool,
+    tensors: dict[str, Tensor | None] | None = None,
+) -> Tensor | None:
+    """Raises in all processes where their calls differ, before anything else is sent: no collective waits for one that
+    does not come.
+
+    Args:
+        who: which processes, for messages.
+        device: of what is sent.
+        told: what must be the same; the names are in any case.
+        failed: this process cannot make the call, and raises an error of its own after this.
+        tensors: they too, bit by bit. The host waits for a GPU.
+
+    Returns:
+        Without tensors, on a GPU: whether something differs, 0-d bool, which nothing waits for.
+    """
+    values = {name: value for name, value in (tensors or {}).items() if value is not None}
+    world = dist.get_world_size(group)
+    different = torch.ops.fusegrad.shards_agree(
+        op,
+        who,
+        [torch.empty(0, device=device)] if not values else [value.detach().to(device) for value in values.values()],
+        ",".join(tensors or {}),
+        [0 if name in values else -1 for name in tensors or {}],
+        # A line each.
+        "".join(f"{name}: {str(value).encode('unicode_escape').decode()}\n" for name, value in told.items()),
+        failed,
+        tensors is None,
+        group.group_name,
+        dist.get_rank(group),
+        [0] * (2 * world),
+    )
+    return different if different.is_cuda else None
 
 
 def part_of(op: str, name: str, tensor: Any, dim: int, given: VocabParallel | None) -> VocabParallel:

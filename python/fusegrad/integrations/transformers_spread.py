@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss, ForTokenClassification
 from transformers.masking_utils import find_packed_sequence_indices
 
 from fusegrad import ContextParallel
-from fusegrad.distributed.agreement import agree, fingerprint
+from fusegrad.distributed.shards import agree
 
 __all__ = ["OP", "Batch", "SpreadLoss", "check_result", "told"]
 
@@ -138,17 +138,13 @@ def told(model: Any, context: ContextParallel, device: torch.device, batch: Batc
     """Raises in all processes where one was given something else than another. On a GPU the host waits for it."""
     if context.world == 1:
         return
-    names = (*_COMPARED, "the other arguments", "the options of apply")
-    given: dict[str, Any] = dict.fromkeys(names)
+    given: dict[str, Any] = {"the other arguments": None, "the options of apply": None}
+    tensors: dict[str, Tensor | None] = dict.fromkeys(_COMPARED)
     if batch is not None:
-        tensors = {name: value for name, value in batch.known.items() if isinstance(value, Tensor)}
-        numbers = torch.stack([fingerprint(value).to(device) for value in tensors.values()]).tolist()
-        given |= {name: value for name, value in batch.known.items() if name not in tensors}
-        for (name, value), number in zip(tensors.items(), numbers, strict=True):
-            given[name] = f"{value.dtype} {list(value.shape)} with fingerprint {number}"
+        tensors |= {name: torch.as_tensor(value) for name, value in batch.known.items()}
         given["the other arguments"] = sorted(batch.others.items())
         given["the options of apply"] = getattr(getattr(model, "_fusegrad", None), "options", None)
-    agree(OP, context.group, device, given, failed=batch is None, again=False)
+    agree(OP, "of context_parallel", context.group, device, given, batch is None, tensors)
 
 
 class SpreadLoss:

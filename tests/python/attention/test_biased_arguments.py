@@ -9,6 +9,7 @@ from typing import Any
 import fusegrad
 import pytest
 import torch
+import torch.distributed as dist
 from biased_formulas import weights
 from coverings import rows_of
 from fusegrad import attention_pair_bias, biased_attention, triangle_attention
@@ -239,3 +240,31 @@ def test_errors_of_attention_pair_bias(changed: dict[str, Any], text: str) -> No
     }
     with pytest.raises(ValueError, match=text):
         attention_pair_bias(**{**arguments, **w, **changed})
+
+
+@rows_of("name", ["query", "key", "value", "biases", "q", "k", "v", "bias", "single_repr", "pair_repr", "w_proj_q"])
+@rows_of("kind", ["nested", "DTensor"])
+def test_other_tensors_are_refused(name: str, kind: str) -> None:
+    q = torch.randn(2, 5, 3, 7, 8)
+    calls: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (biased_attention, good()),
+        (triangle_attention, {"q": q, "k": q, "v": q, "bias": torch.randn(2, 1, 3, 7, 7)}),
+        (attention_pair_bias, effects()["attention_pair_bias"][1]),
+    ]
+    function, call = next((f, c) for f, c in calls if name in c)
+    given = call[name][0] if name == "biases" else call[name]
+    text = rf"^{function.__name__}: {name}.* must be a plain tensor, but got a {kind}"
+    if kind == "nested":
+        other = torch.nested.nested_tensor([*given], layout=torch.jagged)
+        with pytest.raises(TypeError, match=text):
+            function(**{**call, name: [other] if name == "biases" else other})
+        return
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        other = distribute_tensor(given, init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(TypeError, match=text):
+            function(**{**call, name: [other] if name == "biases" else other})
+    finally:
+        dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 from coverings import pairs_of, rows_of
 from fusegrad import _C, ScoreMod, compile_flex, flex_attention, trace_mask_mod
 from needs import has_flex_compiler, needs_flex_compiler
+from support import deterministic_algorithms
 from torch.nn.attention.flex_attention import create_block_mask
 
 
@@ -69,11 +70,8 @@ def test_the_same_again_is_there(folder) -> None:
     # Of few queries: tiles of 16 and 32 rows, and usual ones whose keys are split, also for the deterministic dQ alone.
     assert stats(lambda: call(few_queries=True)) == {"compilations": 3, "memory_hits": 2, "disk_hits": 0}
     assert stats(lambda: call(few_queries=True, deterministic=True))["compilations"] == 1
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         assert stats(call) == {"compilations": 0, "memory_hits": 3, "disk_hits": 0}
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @needs_flex_compiler

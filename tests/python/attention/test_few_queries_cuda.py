@@ -11,7 +11,7 @@ from attention_reference import dense, dropout_weight
 from coverings import each_of, pairs_of
 from flex_cuda_support import DEVICE, inputs, relative
 from fusegrad import flex_attention
-from support import assert_as_good_as_eager
+from support import assert_as_good_as_eager, deterministic_algorithms
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
@@ -135,11 +135,8 @@ def test_what_shapes_the_scores(kind: str, name: str, dtype: torch.dtype) -> Non
 def test_usual_tiles(kind: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Their keys are split over CTAs, in deterministic mode and of wide heads dQ's too; some splits have no tiles
     under the mask, and some rows no keys."""
-    torch.use_deterministic_algorithms(kind == "deterministic")
-    try:
+    with deterministic_algorithms(kind == "deterministic"):
         compare(sizes, dtype, kind)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("keys", [1, 63, 64, 65, 4096, 100_003])

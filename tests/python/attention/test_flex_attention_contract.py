@@ -15,6 +15,7 @@ import torch
 from attention_reference import dense
 from coverings import pairs_of, rows_of
 from fusegrad import flex_attention
+from support import deterministic_algorithms
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
@@ -234,11 +235,8 @@ def test_modified_inputs_are_noticed() -> None:
 
 def test_deterministic_mode() -> None:
     x = leaf()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         runs = [torch.autograd.grad(loss(make(x)), x)[0] for _ in range(2)]
-    finally:
-        torch.use_deterministic_algorithms(False)
     runs.append(torch.autograd.grad(loss(make(x), deterministic=True), x)[0])
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 

@@ -14,6 +14,7 @@ from coverings import pairs_of, rows_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, flex_attention
 from green_context import stream_of
+from support import deterministic_algorithms
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
@@ -111,12 +112,9 @@ def test_deterministic_gradients_are_the_same_bits(which: int, dtype: torch.dtyp
         return torch.autograd.grad(out, wanted, upstream)
 
     runs = [backward(deterministic=True) for _ in range(4)]
-    try:
-        for warn_only in (False, True):
-            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    for warn_only in (False, True):
+        with deterministic_algorithms(warn_only=warn_only):
             runs.append(backward())
-    finally:
-        torch.use_deterministic_algorithms(False)
     for run in runs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
     for ordered, plain in zip(runs[0], backward(deterministic=False), strict=True):

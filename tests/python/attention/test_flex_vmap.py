@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fusegrad
 import pytest
 import torch
 from coverings import pairs_of, rows_of
@@ -125,6 +126,21 @@ def test_batched_captures_of_masks_and_lists(each_device: str) -> None:
     for dims in ((0, 0, 0), (None, 0, None), (None, None, 0)):
         tensors = [t if d == 0 else t[0] for t, d in zip((many, lengths, counts), dims, strict=True)]
         close(torch.vmap(call, dims)(*tensors), loop(call, tensors, dims))
+
+
+def test_block_masks_that_are_made_within(each_device: str) -> None:
+    """Their lists, of what is captured for each element."""
+    lengths = torch.tensor([[3, 25], [17, 40], [40, 0]])
+
+    def lists(length: Tensor) -> list[Tensor]:
+        allowed = lambda b, h, i, j: (j < length[b]) & (i >= j)  # noqa: E731
+        mask = fusegrad.create_block_mask(allowed, 2, None, 40, 40, device=length.device, block_size=16)
+        return [t for t in mask.as_tuple() if isinstance(t, Tensor)]
+
+    expected = [torch.stack(of_all) for of_all in zip(*map(lists, lengths), strict=True)]
+    for dim in (0, 1):
+        made = torch.vmap(lists, dim)(lengths.movedim(0, dim))
+        assert all(x.equal(y) for x, y in zip(made, expected, strict=True))
 
 
 def test_integers_and_bools_that_are_batched(each_device: str) -> None:

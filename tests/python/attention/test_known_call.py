@@ -21,6 +21,7 @@ import pytest
 import torch
 from coverings import rows_of
 from fusegrad._tracing import cache
+from support import deterministic_algorithms
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -506,15 +507,6 @@ def global_hook() -> Iterator[None]:
         handle.remove()
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # Whether a call within it may go straight.
 CONTEXTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "no_grad": (torch.no_grad, True),
@@ -522,7 +514,7 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True),
     "default dtype": (lambda: default_dtype(torch.float64), True),
     "global hooks": (global_hook, True),
-    "deterministic algorithms": (deterministic, True),
+    "deterministic algorithms": (deterministic_algorithms, True),
     "saved tensors' hooks": (torch.autograd.graph.save_on_cpu, True),
     "a function mode": (Functions, False),
     "a dispatch mode": (Dispatches, False),

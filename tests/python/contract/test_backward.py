@@ -8,7 +8,7 @@ import torch.distributed as dist
 from all_losses import NAMES, make
 from coverings import rows_of
 from fusegrad.distributed import VocabParallel
-from support import DEVICES
+from support import DEVICES, deterministic_algorithms
 
 each = rows_of("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
@@ -154,11 +154,8 @@ def test_fp16_gradients_do_not_underflow_before_the_scaler(name, device) -> None
 def test_deterministic(name, device) -> None:
     loss = make(name, device, rows=1000)
     x = torch.randn(1000, 8, device=device, requires_grad=True)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         runs = [torch.autograd.grad(loss.ours(x * 1), x)[0] for _ in range(3)]
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
 
 

@@ -160,7 +160,7 @@ def test_opcheck_of_the_ops_below(device) -> None:
     torch.library.opcheck(ops.cross_entropy_forward_.default, (x.clone(), *logits[1:], *part))
     backward = (one, None, x, t, None, lse, stats, scales, None, -100, 0.0, 0.0, 0.0, None, 0, *part)
     torch.library.opcheck(ops.cross_entropy_backward.default, backward)
-    agree = ("an_op", [x, t], "input,target,weight", [3, 0, -1], "reduction: mean\n", False, *part)
+    agree = ("an_op", "of a group", [x, t], "input,target,weight", [3, 0, -1], "reduction: mean\n", False, True, *part)
     torch.library.opcheck(ops.shards_agree.default, agree)
     for linear in (ops.shards_sum, ops.shards_use):
         for values in (x, x.t(), x.clone().requires_grad_()):

@@ -16,7 +16,14 @@ import torch.autograd.forward_ad as forward_ad
 import torch.distributed as dist
 from fusegrad import Aux, JSDAux, trace_mask_mod, trace_score_mod
 from fusegrad.distributed import VocabParallel
-from support import DEVICES, DISTILLATION, DISTILLATION_LINEAR, DISTILLATION_LOGITS, LINEAR
+from support import (
+    DEVICES,
+    DISTILLATION,
+    DISTILLATION_LINEAR,
+    DISTILLATION_LOGITS,
+    LINEAR,
+    deterministic_algorithms,
+)
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.utils import _pytree as pytree
@@ -40,9 +47,8 @@ def is_composite(op: str) -> bool:
 @pytest.fixture(autouse=True)
 def filled() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic_algorithms():
+        yield
 
 
 def assert_written(results: Any, what: str) -> None:

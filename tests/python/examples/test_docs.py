@@ -9,13 +9,13 @@ import importlib.util
 import inspect
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import fusegrad
 import pytest
 import torch
+from copies import Copies
 from coverings import rows_of
 from support import ROOT
 
@@ -53,17 +53,23 @@ def program(page: Path) -> str:
     return "\n".join(block for block in blocks(page, "python") if _runs_here(block))
 
 
+@pytest.fixture(scope="module")
+def copies() -> Iterator[Copies]:
+    with Copies() as made:
+        yield made
+
+
 @pytest.mark.parametrize("page", [_name(page) for page in PAGES if blocks(page, "python")])
-def test_python_blocks(page: str, tmp_path: Path) -> None:
+def test_python_blocks(page: str, tmp_path: Path, copies: Copies) -> None:
     if page in ABOUT:
         pytest.importorskip(ABOUT[page], reason=f"{page} is about {ABOUT[page]}, which is not installed")
     if page in NEEDS_CUDA and not fusegrad.build_info()["cuda"]:
         pytest.skip(f"{page} compiles kernels, which needs a build with CUDA")
     (tmp_path / "page.py").write_text(program(ROOT / page))
-    ran = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    status, printed, errors = copies.run(tmp_path / "page.py")
+    assert status == 0, errors[-4000:]
     for told in re.findall(r"^print\(.*\)  # (\S.*)$", program(ROOT / page), re.M):
-        assert told in ran.stdout, f"{page} says that {told} is printed, but it prints {ran.stdout}"
+        assert told in printed, f"{page} says that {told} is printed, but it prints {printed}"
 
 
 # In place of what a design page takes for given. Each block becomes a function, all of them one source file.

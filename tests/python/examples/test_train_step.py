@@ -1,15 +1,13 @@
 """benchmarks/train_step.py on the CPU: every step runs, and all implementations give the same loss and gradient."""
 
-import json
-import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 import train_step
+from benchmark_support import agreeing, quick_run
 from harness import llama
-from harness.cli import main
 
 HEADS = {"fusegrad", "fusegrad inplace", "fusegrad lean", "fusegrad lean inplace"}
 ATTENTION = {"fusegrad with attention", "fusegrad lean inplace with attention"}
@@ -24,24 +22,14 @@ PEERS = {"liger", "cce", "quack"}
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        options = ["--device", "cpu", "--quick", "--rounds", "1", "--reps", "1", "--commit", "none"]
-        patch.setattr(sys, "argv", ["train_step.py", *options, "--output", str(folder)])
-        assert main(train_step.BENCHMARK) == 0
-    (path,) = folder.glob("train_step-*.json")
-    return json.loads(path.read_text())
+    return quick_run(train_step, tmp_path_factory.mktemp("results"))
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_all_implementations_agree(document: dict[str, Any], kind: str) -> None:
-    (case,) = (one for one in document["cases"] if one["op"] == kind)
-    results = {one["name"]: one for one in case["results"]}
-    assert set(results) == EXPECTED[kind]
-    for name, one in results.items():
-        assert "failure" not in one, f"{name}: {one.get('failure')}"
-        assert one["errors"]["loss"] < 1e-6 and one["errors"]["weight"] < 1e-5, (name, one["errors"])
+    case, results = agreeing(document, kind, EXPECTED[kind])
+    for one in results:
         assert one["tokens_per_s"] == pytest.approx(case["sizes"]["B"] * case["sizes"]["S"] / one["ms"] * 1e3, rel=1e-3)
 
 

@@ -407,7 +407,6 @@ def test_hooks_of_the_time_run_without_logits() -> None:
 def test_nothing_lives_longer_than_its_graph(name: str) -> None:
     """Without the garbage collector."""
     step = {**IN_THE_WAY, "plain": lambda z, _: z.float(), "timing": lambda z, _: z.register_hook(timing) and z}[name]
-    gc.collect()
     gc.disable()
     try:
         given: list[Any] = leaves()

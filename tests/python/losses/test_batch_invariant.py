@@ -9,7 +9,7 @@ import pytest
 import torch
 from coverings import rows_of
 from fusegrad import Aux, reference
-from support import DEVICE_DTYPES, assert_as_good_as_eager
+from support import DEVICE_DTYPES, assert_as_good_as_eager, gradients
 from test_aux_gradients import AUX, compare
 from torch import Tensor
 
@@ -185,11 +185,38 @@ def test_engine_call() -> None:
     assert op(states.detach(), weight.detach(), target, return_entropy=False)[1].numel() == 0
     with pytest.raises(RuntimeError, match="linear_log_prob_forward"):
         op(states, weight, target)[0].sum().backward()
-    with pytest.raises(ValueError, match="target of class indices must have shape"):
+    with pytest.raises(ValueError, match=r"^linear_log_prob_forward: a target of class indices must have shape"):
         op(states.detach(), weight.detach(), target[0])
-    with pytest.raises(IndexError):
+    with pytest.raises(TypeError, match=r"^linear_log_prob_forward: "):
+        op(states.detach(), weight.detach().double(), target)
+    with pytest.raises(IndexError, match=r"^linear_log_prob_forward: "):
         op(states.detach(), weight.detach(), target + 40)
     torch.library.opcheck(op.default, (states.detach(), weight.detach(), target))
+
+
+@rows_of(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.3},
+        {"weight": True},
+        {"weight": True, "label_smoothing": 0.2, "z_loss": 0.1},
+        {"softcap": 4.0, "label_smoothing": 0.1, "reduction": "sum"},
+        {"reduction": "none", "logit_scale": -0.7},
+    ],
+)
+def test_segments_add_up_to_the_loss(options: dict[str, Any]) -> None:
+    """Of rows whose largest logits are in one segment of the vocabulary."""
+    hidden, weight = 3 * torch.randn(9, 5, dtype=torch.float64), torch.randn(67, 5, dtype=torch.float64)
+    weight[:20] *= 5
+    target = torch.randint(0, 67, (9,))
+    target[3] = -100
+    given = {**options, "weight": torch.rand(67, dtype=torch.float64) + 0.1} if "weight" in options else options
+    found = gradients(
+        lambda h, w: fusegrad.linear_cross_entropy(h, w, target, batch_invariant=True, **given), [hidden, weight]
+    )
+    right = gradients(lambda h, w: reference.linear_cross_entropy(h, w, target, **given)[0], [hidden, weight])
+    torch.testing.assert_close(found, right)
 
 
 def test_into_a_buffer_and_means() -> None:

@@ -500,3 +500,15 @@ def test_kl_div_is_an_end_of_jsd_and_its_errors_have_its_name() -> None:
         fusegrad.kl_div(student, teacher, temperature=0.0)
     with pytest.raises(TypeError, match=r"^kl_div: student must be a tensor"):
         fusegrad.kl_div(None, teacher)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_row_is_below_zero(device: str) -> None:
+    """Of distributions that are equal but for a few roundings, where the sum of the terms may be."""
+    for beta in (0.0, 0.1, 0.5, 0.9, 1.0):
+        for apart in (0.0, 1e-7, 1e-4):
+            student = 10 * torch.randn(200, 333, device=device)
+            teacher = student + apart * torch.randn_like(student)
+            top = teacher.log_softmax(-1).topk(5, -1)
+            for given in (teacher, (top.values, top.indices)):
+                assert (fusegrad.jsd(student, given, beta=beta, reduction="none") >= 0).all(), (beta, apart)

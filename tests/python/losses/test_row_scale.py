@@ -36,6 +36,21 @@ def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
     )
 
 
+@rows_of("one, per_row", [(1.3, False), (-0.7, False), (1.0, True), (-2.0, True)])
+def test_predicted_tokens(one: float, per_row: bool) -> None:
+    """Of a factor below zero, the columns with the smallest products; the first of several."""
+    hidden, weight = torch.randint(-2, 3, (40, 3)).double(), torch.randint(-2, 3, (30, 3)).double()
+    scale = torch.randn(40, dtype=torch.float64) * one if per_row else one
+    logits = hidden @ weight.T * (scale[:, None] if per_row else scale)
+    target = torch.randint(0, 30, (40,))
+    aux = fusegrad.linear_cross_entropy(
+        hidden, weight, target, logit_scale=scale, return_aux=Aux(predicted_tokens=True, token_accuracy=True)
+    )[1]
+    expected = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+    assert aux.predicted_tokens.equal(expected)
+    assert aux.token_accuracy.double().equal((expected == target).double())
+
+
 @pytest.mark.parametrize(
     "options",
     [

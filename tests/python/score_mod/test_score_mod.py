@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from coverings import rows_of
 from fusegrad._C import score_mod as language
+from fusegrad._program import program
+from fusegrad._score_mod_torch import Values, evaluate
 from fusegrad.score_mod import split_scalars
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -438,6 +440,14 @@ SETTINGS = settings(
 )
 
 
+def by_pytorch(text: str, score: Tensor, p: Program, buffers: list[Tensor]) -> Tensor:
+    """What second derivatives and vmap have in place of a kernel."""
+    places = [torch.arange(n).reshape([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(p.sizes)]
+    inputs = dict(zip(("b", "h", "q_idx", "kv_idx"), places, strict=True))
+    values = Values({**inputs, "score": score}, buffers, *split_scalars(p.scalars), torch.float64, p.sizes)
+    return evaluate(program(text), values).expand(p.sizes)
+
+
 @SETTINGS
 @given(programs(), st.booleans(), st.integers(0, 2**20))
 def test_random_graphs(p: Program, masked: bool, seed: int) -> None:
@@ -469,6 +479,8 @@ def test_random_graphs(p: Program, masked: bool, seed: int) -> None:
     got = torch.ops.fusegrad.evaluate_score_mod(text, score, buffers, *split_scalars(p.scalars), mask)
     where_on = expected.detach() if mask is None else torch.where(mask, expected.detach(), -torch.inf)
     agree(got, where_on, "value")
+    if mask is None:
+        agree(by_pytorch(text, score, p, buffers), where_on, "value by PyTorch's functions")
 
     grad_on = grad if mask is None else torch.where(mask, grad, 0)
     grad_score, grad_buffers = torch.ops.fusegrad.evaluate_score_mod_backward(
@@ -487,6 +499,32 @@ def test_random_graphs(p: Program, masked: bool, seed: int) -> None:
     floats = [i for i, b in enumerate(p.buffers) if b.requires_grad]
     for i, g in zip(floats, wanted[1:], strict=True):
         agree(grad_buffers[i], g, f"gradient of buffer {i}")
+
+
+@rows_of("op", ["floor_div", "mod", "pow", "shl", "shr", "min", "max", "and", "or", "xor", "lt"])
+def test_functions_of_integers(op: str) -> None:
+    """Of all pairs of some, zero and negative numbers among them."""
+    integers = torch.tensor([-70, -3, -2, -1, 0, 1, 2, 3, 5, 63, 64])
+    a, b, n = integers[:, None], integers, len(integers)
+    if op in ("and", "or", "xor"):
+        a, b = a > 0, b % 2 > 0
+    kind = "bool" if a.dtype == torch.bool else "i64"
+    text = f"score_mod 1\nbuffer @0 {kind} 2\nbuffer @1 {kind} 1\n%0 = load @0 q_idx 0\n%1 = load @1 kv_idx\n"
+    text += f"%2 = {op} %0 %1\n%3 = to_float %2\n%4 = add score %3\nreturn %4\n"
+    score = torch.zeros(1, 1, n, n, dtype=torch.float64)
+    buffers = [a, b]
+    found = torch.ops.fusegrad.evaluate_score_mod(text, score, buffers, [], [])
+    if op == "pow":  # PyTorch's own has no negative exponents; larger powers wrap around
+        a, b, some = a.double(), b.double(), (integers <= 5).expand(n, n)
+        expected = torch.where((a == 0) & (b < 0), 0, (a**b).trunc())
+    else:
+        expected, some = REFERENCE[op](a, b), torch.ones(n, n, dtype=torch.bool)
+    assert found[0, 0][some].equal(expected[some].double())
+    values = Values(
+        {"q_idx": torch.arange(n).view(1, 1, n, 1), "kv_idx": torch.arange(n).view(1, 1, 1, n), "score": score},
+        *(buffers, [], [], torch.float64, (1, 1, n, n)),
+    )
+    assert evaluate(program(text), values)[0, 0][some].equal(expected[some].double())
 
 
 @SETTINGS

@@ -804,6 +804,31 @@ def test_changed_defaults() -> None:
         trace_score_mod(score_mod)
 
 
+def test_a_class_is_followed_by_its_attributes() -> None:
+    class Options:
+        scale = 2.0
+
+        @staticmethod
+        def curve(x):
+            return x * 3
+
+    class Special(metaclass=type("Meta", (type,), {})):
+        scale = 5.0
+
+    def score_mod(s, b, h, q, kv):
+        return Options.curve(s) * Options.scale
+
+    assert_follows(score_mod, hit=False)
+    assert_follows(score_mod, hit=True)
+    Options.scale = 3.0
+    assert_follows(score_mod)
+    Options.curve = staticmethod(torch.sin)
+    assert_follows(score_mod, hit=False)
+    special = lambda s, b, h, q, kv: s * Special.scale  # noqa: E731
+    for _ in range(2):  # a metaclass may say anything
+        assert_follows(special, hit=False)
+
+
 def test_a_class_that_makes_up_attributes() -> None:
     class Options:
         def __getattr__(self, name):
@@ -890,6 +915,22 @@ def test_the_cache_is_bounded() -> None:
         bias = torch.randn(size)
         trace_score_mod(lambda s, b, h, q, kv: s + bias[kv])
     assert cache.cache_info()["entries"] <= 100 + 32
+
+
+def test_what_is_traced_again_stays_longest() -> None:
+    def make(size: int) -> Callable[..., Tensor]:
+        bias = torch.randn(size)
+        return lambda s, b, h, q, kv: s + bias[kv]
+
+    trace_score_mod(make(3))
+    for n in range(cache._MAX_FUNCTIONS - 1):
+        trace_score_mod(eval(f"lambda s, b, h, q, kv: s * {n} + 1"))
+    again = make(4)
+    trace_score_mod(again)
+    trace_score_mod(eval("lambda s, b, h, q, kv: s - 7"))
+    before = cache.cache_info()["misses"]
+    trace_score_mod(again)
+    assert cache.cache_info()["misses"] == before
 
 
 def test_threads() -> None:

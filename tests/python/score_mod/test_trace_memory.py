@@ -6,7 +6,7 @@ import collections
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,10 @@ def assert_leaves_nothing(call: Callable[[], object], everything: bool = True) -
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_objects() -> Iterator[None]:
+def few_objects() -> None:
     """What was there before is neither looked through nor counted: a process of many tests has millions of objects."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 OF_TRACES = ("Tensor", "Parameter", "TracedTensor", "Trace", "Graph", "Steps", "Run", "Entry", "frame", "traceback")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from coverings import rows_of
 from fusegrad import TraceError, trace_score_mod
 from fusegrad._tracing import cache
+from support import deterministic_algorithms
 from test_trace import H, N, assert_follows, check_score_mod, fresh, misses  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
@@ -161,15 +162,6 @@ def test_a_function_of_custom_fwd() -> None:
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
 def float32_by_default() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     try:
@@ -181,7 +173,7 @@ def float32_by_default() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("asked", "context"),
     [
-        (lambda: torch.are_deterministic_algorithms_enabled(), deterministic),
+        (lambda: torch.are_deterministic_algorithms_enabled(), deterministic_algorithms),
         (lambda: torch.get_default_dtype() == torch.float32, float32_by_default),
         (lambda: torch.tensor(0.5).dtype == torch.float32, float32_by_default),
         (lambda: torch.get_default_device().type == "meta", lambda: torch.device("meta")),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from coverings import rows_of
-from fusegrad import TraceError
+from fusegrad import TraceError, trace_mask_mod, trace_score_mod
 from fusegrad._C import score_mod as language
 from needs import needs_flex_compiler
 from torch import Tensor, nn
@@ -405,3 +405,13 @@ def test_derivatives_where_a_distance_is_zero(name: str) -> None:
         results.append([out, *grads, *second, tangent])
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+
+
+def test_elements_out_of_range_are_nothing() -> None:
+    """Where that is no error, as of a captured tensor: NaN, 0 and false."""
+    floats = trace_score_mod(lambda s, b, h, q, kv: torch.stack([s, 2 * s])[q]).text
+    assert "%0 = within q_idx 2\n%1 = eq %0 2\n" in floats and " = where %1 nan " in floats
+    integers = trace_score_mod(lambda s, b, h, q, kv: s * torch.stack([q, kv])[q]).text
+    assert " = where %1 0 " in integers
+    bools = trace_mask_mod(lambda b, h, q, kv: torch.stack([q > 1, kv > 0])[q]).text
+    assert "%1 = ne %0 2\n" in bools and " = and %1 " in bools

@@ -710,12 +710,22 @@ def close_gradients(layer: Layer, one: Layer, what: str) -> None:
         close(grad, truth.grad, f"{what} {name}")
 
 
-@case
-def data_parallel(group: Any) -> None:
-    """FSDP2 and DDP over the processes that share a sequence: gradients are those of one process."""
+def distributed_layer(kind: str, length: int, group: Any) -> tuple[Layer, Any]:
+    """The layer that one process has, and what is called in its place: by FSDP2 or DDP over the group."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    torch.manual_seed(1)
+    layer = Layer(length)
+    if kind == "fsdp":
+        fully_shard(layer, mesh=DeviceMesh.from_group(group, DEVICE))
+        return layer, layer
+    return layer, DistributedDataParallel(layer, process_group=group)
+
+
+@case
+def data_parallel(group: Any) -> None:
+    """FSDP2 and DDP over the processes that share a sequence: gradients are those of one process."""
     world = dist.get_world_size(group)
     context = ContextParallel(group, "zigzag", sum_captured=False)
     length = 8 * world
@@ -725,13 +735,7 @@ def data_parallel(group: Any) -> None:
     one = Layer(length)
     (one(x, None) * weight).sum().backward()
     for kind in ("fsdp", "ddp"):
-        torch.manual_seed(1)
-        layer = Layer(length)
-        if kind == "fsdp":
-            fully_shard(layer, mesh=DeviceMesh.from_group(group, DEVICE))
-            model: Any = layer
-        else:
-            model = DistributedDataParallel(layer, process_group=group)
+        layer, model = distributed_layer(kind, length, group)
         # Both average over the processes.
         loss = world * (model(context.shard(x), context) * context.shard(weight)).sum()
         loss.backward()
@@ -743,7 +747,6 @@ def batches_and_sequences(group: Any) -> None:
     """Two rows of a batch, each over two processes: FSDP2 and DDP over all four, and heads over two with FSDP2 over the
     sequence's."""
     from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
     ranks = dist.get_process_group_ranks(group)
     square = torch.tensor(ranks, device="cpu").view(2, 2)
@@ -757,13 +760,7 @@ def batches_and_sequences(group: Any) -> None:
     (one(x, None) * weight).sum().backward()
 
     for kind in ("fsdp", "ddp"):
-        torch.manual_seed(1)
-        layer = Layer(length)
-        if kind == "fsdp":
-            fully_shard(layer, mesh=DeviceMesh.from_group(group, DEVICE))
-            model: Any = layer
-        else:
-            model = DistributedDataParallel(layer, process_group=group)
+        layer, model = distributed_layer(kind, length, group)
         mine = context.shard(x[row : row + 1])
         (4 * model(mine, context) * context.shard(weight[row : row + 1])).sum().backward()
         close_gradients(layer, one, kind)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ def acc_of(dtype: torch.dtype) -> torch.dtype:
 
 
 DEVICE_DTYPES = [(device, dtype) for device in DEVICES for dtype in dtypes(device)]
+
+
+@contextmanager
+def deterministic_algorithms(on: bool = True, warn_only: bool = False) -> Iterator[None]:
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def rmse(value: Tensor, truth: Tensor) -> float:
@@ -224,3 +234,21 @@ def gradients(
     if upstream is None:
         upstream = torch.full_like(loss, 0.5)
     return loss, torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+
+
+FROZEN = [(True, False), (False, True), (False, False)]
+
+
+def check_frozen(call: Callable[..., Tensor], tensors: list[Tensor], trained: tuple[bool, ...]) -> None:
+    """Those that are not trained get no gradient, and the others the one that they have where all are."""
+    every = gradients(call, tensors)[1]
+    leaves = [t.detach().clone().requires_grad_(is_trained) for t, is_trained in zip(tensors, trained, strict=True)]
+    loss = call(*leaves)
+    assert loss.requires_grad == any(trained)
+    if loss.requires_grad:
+        (loss * 0.5).backward()
+    for leaf, gradient in zip(leaves, every, strict=True):
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad, gradient)
+        else:
+            assert leaf.grad is None
