@@ -63,7 +63,7 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
       } else {
         if (threadIdx.x == Config::kGroups * kWarpgroup) Tiles::produce();
         if constexpr (Reads::kUsed) {
-          if (warp > 0 && warp <= Reads::kWarps) Tiles::bring_reads();
+          if (warp > 0 && warp <= Reads::kWarps) Tiles::bring_reads({});
         }
       }
     } else {

@@ -111,8 +111,10 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
 }
 
 std::vector<int> column_parts(int columns, int most) {
+  // Parts alike are one kernel.
+  const int count = std::max(1, (columns + most - 1) / most), each = ((columns + count - 1) / count + 15) / 16 * 16;
   std::vector<int> parts;
-  for (int first = 0; first == 0 || first < columns; first += most) parts.push_back(std::min(most, columns - first));
+  for (int first = 0; first == 0 || first < columns; first += each) parts.push_back(std::min(each, columns - first));
   return parts;
 }
 
