@@ -43,6 +43,8 @@ DROPOUT = 0.1
 DROPOUT_LIMIT = 1.15  # at most so many times the same without
 GROUP = 4  # query heads to a key head, where they are grouped
 PLAIN = ("plain", "causal", "grouped")  # variants that all peers have
+PEERS = (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION))
+WIDE_PEERS = (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("math", SDPBackend.MATH))  # that have heads above 256
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def implementations(case: Case, options: Options) -> list[Implementation | Unava
     }
     found: list[Implementation | Unavailable] = []
     for variant in (one for one in shapes if one.name in PLAIN):
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        for name, backend in WIDE_PEERS if case["D"] > 256 else PEERS:
             found += both(f"{name} {variant.name}", sdpa(backend, variant.mask_mod is not None), variant)
     for variant in (one for one in shapes if one.dropout > 0):
         attention = sdpa(SDPBackend.FLASH_ATTENTION, variant.mask_mod is not None, variant.dropout)
@@ -344,6 +346,10 @@ def plans(quick: bool) -> list[Plan]:
     for sizes in ((32, 16, 512, 128), (16, 16, 1024, 128), (8, 16, 2048, 128), (1, 8, 4096, 128), (1, 16, 4096, 64)):
         only = r"^(cudnn|fa4|compile|fusegrad) (plain|causal) (forward|backward)"
         found.append(Plan(case(*sizes), others, only=only, accuracy=False, memory=False))
+    # Gemma 4's global layers.
+    others = (*no_slower("efficient", plain), *no_slower("math", plain))
+    only = r"^(efficient|math|fusegrad) (plain|causal) (forward|backward)"
+    found += [Plan(case(*sizes), others, only=only, memory=False) for sizes in ((1, 8, 4096, 512), (4, 8, 1024, 512))]
     return found
 
 
