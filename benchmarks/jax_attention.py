@@ -36,6 +36,7 @@ from harness.rows import argument_parser, over, peers_asked_for, run_rows
 OP = "jax_attention"
 STEPS = 8  # within a program
 CALLS = 4  # of a program, one enqueued behind the other
+MOST_S = 0.3  # of a program in a round: slow peers have fewer repetitions
 Result = dict[str, Any]
 Step = Callable[..., Any]
 
@@ -237,22 +238,27 @@ def again(step: Step, leaves: tuple[jax.Array, ...], steps: int) -> Step:
 
 def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: Options) -> None:
     """Those that run, each with its arguments, its number of steps. The rounds alternate between them."""
-    works = {}
+
+    works: dict[str, tuple[Step, Any, int]] = {}
+
+    def seconds(name: str) -> float:
+        program, arguments, calls = works[name]
+        started = time.perf_counter()
+        jax.block_until_ready([program(*arguments) for _ in range(calls)])
+        return time.perf_counter() - started
+
     for name, (program, arguments, steps) in programs.items():
-        outcome = Outcome(lambda p=program, a=arguments: jax.block_until_ready([p(*a) for _ in range(3)][-1]))
+        works[name] = (program, arguments, CALLS if steps > 1 else 1)
+        outcome = Outcome(lambda name=name: seconds(name))
         if outcome.failure:
             result["failures"][name] = outcome.failure
-        else:
-            works[name] = (program, arguments, steps)
+            del works[name]
+    reps = {name: max(1, min(options.reps, int(MOST_S / seconds(name)))) for name in works}
     rounds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(options.rounds):
-        for name, (program, arguments, steps) in works.items():
-            found = []
-            for _ in range(options.reps):
-                started = time.perf_counter()
-                jax.block_until_ready([program(*arguments) for _ in range(CALLS if steps > 1 else 1)])
-                found.append(1e3 * (time.perf_counter() - started) / (steps * (CALLS if steps > 1 else 1)))
-            rounds[name].append(statistics.median(found))
+        for name, (_, _, calls) in works.items():
+            each = statistics.median(seconds(name) for _ in range(reps[name]))
+            rounds[name].append(1e3 * each / (programs[name][2] * calls))
     result["rounds"] |= rounds
     result["ms"] |= {name: statistics.median(all_) for name, all_ in rounds.items()}
 
