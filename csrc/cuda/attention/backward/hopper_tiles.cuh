@@ -298,14 +298,11 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
   }
-  // Whether the tile's head has far rows.
-  __device__ __forceinline__ bool has_far(const Place& p) {
-    if (!far_) return false;
-    if (const int head = p.b * a_.heads + p.h; head != far_head_) {
-      far_head_ = head;
-      head_far_ = head_has_far(a_, head);
-    }
-    return head_far_;
+  // Whether the tile's head has far rows. Asked for each tile, as the producer has no register for what it was, and only
+  // where a score_mod may have put heads apart by adding -1e9.
+  __device__ __forceinline__ bool has_far(const Place& p) const {
+    if constexpr (!kHas<ScoreMod>) return static_cast<bool>(far_);
+    return far_ && head_has_far(a_, p.b * a_.heads + p.h);
   }
   // Stores what stands in place of a tile behind the last one of the keys.
   __device__ __forceinline__ void end(int i, int kind, int keys) {
@@ -627,9 +624,7 @@ class FlexBackwardHopperTiles {
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
   bool counted_ = false;     // of the producer, in order: further keys come from the counter
-  const AnyFar far_;         // of the producer, as the next two
-  int far_head_ = -1;
-  bool head_far_ = false;  // of far_head_
+  const AnyFar far_;         // of the producer
   WholeHead<Config> whole_;  // of the producer
 };
 

@@ -67,7 +67,7 @@ class FlexGradBuffersHopper {
       if (threadIdx.x == kThreads) produce(batches);
     } else {
       take_registers<240>();
-      const bool masked = row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+      const bool masked = far_ || row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
@@ -126,7 +126,8 @@ class FlexGradBuffersHopper {
   }
 
   __device__ __forceinline__ bool is_far(int b) const { return far_ && head_has_far(a_, b * a_.heads + h_); }
-  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none.
+  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none. Without kMasked there are no
+  /// far rows.
   template <bool kMasked, bool kFar>
   __device__ __forceinline__ void consume(const Batches& batches, int& b, Counted<Config::kStages>& i) {
     float score[2][kHalf][4], grad[2][kHalf][4];
@@ -145,7 +146,7 @@ class FlexGradBuffersHopper {
         rows[r].origin = 0.0f;
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
-      goes_on = next < batches.end && is_far(next) == kFar;
+      goes_on = next < batches.end && (!kMasked || is_far(next) == kFar);
       add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b);
       wait_products(score[1], grad[1]);
       __syncwarp();
