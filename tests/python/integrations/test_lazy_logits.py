@@ -189,6 +189,21 @@ def test_what_comes_after_a_loss_raises() -> None:
     assert logits.grad is None
 
 
+def test_hooks_are_removed_by_their_handles() -> None:
+    plain, ours = leaves(), leaves()
+    F.cross_entropy(F.linear(*plain).view(10, V), TARGET).backward()
+    logits = lazy_linear(*ours)
+    first, second = (logits.register_hook(lambda grad, f=factor: f * grad) for factor in (2, 5))
+    second.remove()
+    loss = F.cross_entropy(logits.view(10, V), TARGET)
+    first.remove()
+    loss.backward()
+    for x, y in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x.grad, y.grad)
+    logits = lazy_linear(*ours)
+    assert logits.requires_grad_() is logits and logits.retain_grad() is None
+
+
 @pytest.mark.parametrize("name", ["register_hook", "register_prehook"])
 def test_hooks_of_a_node(name: str) -> None:
     """Hooks see the gradient of computed logits; of logits that are not computed there is none."""

@@ -384,3 +384,23 @@ def test_second_derivatives_by_kernels(name: str, dtype: torch.dtype, each_devic
         for one, plain, right in zip(found, eager, exact, strict=True):
             error, theirs = ((t.double() - right).norm() for t in (one, plain))
             assert error <= 1.5 * theirs + 1e-6 * right.norm(), (error / right.norm(), theirs / right.norm())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.0, "weight": torch.linspace(0.5, 2, V).double()}], ids=str
+)
+def test_classes_without_probability_cost_nothing(options: dict[str, Any]) -> None:
+    """Whatever their logits: of those of -inf, too."""
+    logits, shares = torch.randn(3, N, V, dtype=torch.float64), torch.rand(3, N, V, dtype=torch.float64)
+    logits[..., 2], shares[..., 2] = -torch.inf, 0
+    places = [i for i in range(V) if i != 2]
+    rest = {k: v[places] if k == "weight" else v for k, v in options.items()}
+    expected = torch.stack(
+        [reference.cross_entropy(z[:, places], t[:, places], **rest)[0] for z, t in zip(logits, shares, strict=True)]
+    )
+    loss = lambda z, t: fusegrad.cross_entropy(z, t, **options)  # noqa: E731
+    torch.testing.assert_close(torch.vmap(loss)(logits, shares), expected)
+    grads = torch.vmap(torch.func.grad(loss))(logits, shares)
+    assert grads.isfinite().all() and not grads[..., 2].any()
+    _, tangent = torch.func.jvp(torch.vmap(loss), (logits, shares), (torch.ones_like(logits), torch.zeros_like(shares)))
+    assert tangent.isfinite().all()
