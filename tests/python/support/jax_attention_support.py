@@ -194,8 +194,8 @@ def compare(
     wide = [x.astype(jnp.float64) if is_float(x) else x for x in inputs]
     found, gradients = run(ours, inputs, upstream)
     on_cpu, weights = jax.device_put((wide, upstream), on("cpu"))
-    # Op by op: within one fused loop XLA of JAX 0.10 gets a gradient wrong on CPUs with AVX-512, and does not round to 16
-    # bits what the ops of a formula give.
+    # Op by op: XLA of JAX 0.10 gets a gradient of one fused loop wrong on CPUs with AVX-512, and in a fused loop no XLA
+    # rounds to 16 bits what the ops of a formula give.
     truth, right = run(formula, on_cpu, weights, compiled=False)
     exact = all(x.dtype == jnp.float64 for x in inputs if is_float(x))
     eager, eager_gradients = (truth, right) if exact else run(formula, inputs, upstream, compiled=False)

@@ -298,8 +298,8 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
   }
-  // Whether the tile's head has far rows. Asked for each tile, as the producer has no register for what it was, and only
-  // where a score_mod may have put heads apart by adding -1e9.
+  // Whether the tile's head has far rows. Asked for each tile, as the producer has no register for what it was, and
+  // only where a score_mod may have put heads apart by adding -1e9.
   __device__ __forceinline__ bool has_far(const Place& p) const {
     if constexpr (!kHas<ScoreMod>) return static_cast<bool>(far_);
     return far_ && head_has_far(a_, p.b * a_.heads + p.h);
@@ -324,7 +324,8 @@ class FlexBackwardHopperTiles {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
     store(place(i), p.b, p.h, p.tile,
-          col | last * kLastOfKeys | key_stage * kKeyStage | first * kFirstOfKeys | (has_far(p) ? kFarRows : 0) | bits_of(p));
+          col | last * kLastOfKeys | key_stage * kKeyStage | first * kFirstOfKeys | (has_far(p) ? kFarRows : 0) |
+              bits_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,

@@ -126,8 +126,8 @@ class FlexGradBuffersHopper {
   }
 
   __device__ __forceinline__ bool is_far(int b) const { return far_ && head_has_far(a_, b * a_.heads + h_); }
-  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none. Without kMasked there are no
-  /// far rows.
+  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none. Without kMasked there are
+  /// no far rows.
   template <bool kMasked, bool kFar>
   __device__ __forceinline__ void consume(const Batches& batches, int& b, Counted<Config::kStages>& i) {
     float score[2][kHalf][4], grad[2][kHalf][4];

@@ -35,8 +35,8 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
 
-/// So many columns, in parts of at most `most`, of one size where they can be: at least one part. Kernels that have outputs in registers run for each
-/// part of the values' columns, and compute the scores anew.
+/// So many columns, in parts of at most `most`, of one size where they can be: at least one part. Kernels that have
+/// outputs in registers run for each part of the values' columns, and compute the scores anew.
 std::vector<int> column_parts(int columns, int most);
 
 /// Tiles of so many that hold n.
