@@ -100,6 +100,12 @@ struct ScaleTangent : Given {
                                 const Reads& = Reads()) {
     return valid ? grad * c.scale[h] : 0.0f;
   }
+  static constexpr int kLineCount = 0;
+  static constexpr score_mod::LineRead kLine[] = {{}};
+  template <int>
+  static __device__ float line(const Captured&, int b, int h, int q, int kv, bool valid) {
+    return 0.0f;
+  }
 };
 struct Config {
   using Element = BFloat16;
@@ -118,7 +124,7 @@ struct Config {
   static constexpr bool kDropout = true;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kNarrow = false, kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
-  static constexpr int kColumns[] = {0};
+  static constexpr int kColumns[] = {0}, kPlaces[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
                         kPartialSums = true, kGrouped = true;
 };
@@ -151,6 +157,14 @@ struct HopperConfig : Config {
   static constexpr bool kMaskAlone = false, kFirstMaximum = true, kSeamless = false, kStoresBoxes = false,
                         kOwnPlaces = false, kOrdered = false, kWhole = false, kStoresFirst = false;
   static constexpr int kReadStages = 2, kMaps = 0, kLineBytes = 4096;
+};
+struct SegmentsConfig : Config {
+  static constexpr int kSegment = 2;
+  static constexpr bool kMaxScores = false, kPacked = true;
+};
+struct SegmentsHopperConfig : HopperConfig {
+  static constexpr int kSegment = 16;
+  static constexpr bool kMaxScores = false, kFirstMaximum = false;
 };
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128, kReadStages = 0;

@@ -258,6 +258,27 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "             [&](int i) { return ((const float4*)in)[32 * i + threadIdx.x]; });\n"
      "merged.finish<BFloat16>(*(const FlexRowResults*)out, 0, 1, 2, 3, 4 * threadIdx.x);",
      48, true},
+    {"cuda/attention/forward/segments.cuh",
+     "FlexSegmentRow total{in[0], in[1]};\n"
+     "const FlexSegmentWeights w = add_segment(total, {in[2], in[3]}, 1.0f);\n"
+     "out[0] = w.add(in[4], in[5]) + segment_result(total, 1.0f, 1.0f).lse;",
+     48, true},
+    {"cuda/attention/forward/segments_merge.cuh",
+     "FlexMergeSegments<Config>(*(const FlexForwardArguments*)in, 0, 0, 0).run();", 80, true},
+    {"cuda/attention/forward/segments_portable.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexForwardSegments<SegmentsConfig>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
+     "                                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
+     128, true},
+    {"cuda/attention/forward/segments_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexSegmentsHopper<SegmentsHopperConfig>(*(const FlexForwardArguments*)in,\n"
+     "                                         *(const FlexForwardHopperArguments*)in,\n"
+     "                                         *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
+     "                                         shared_address(shared)).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/attention/forward/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
@@ -333,6 +354,16 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "PairColumns<Config>::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 1, threadIdx.x);\n"
      "out[threadIdx.x] = PairColumns<Config>::there(0) ? 1.0f : 0.0f;",
      24, true},
+    {"cuda/attention/captured/pair_places.cuh",
+     "PairPlaces<Config> places;\n"
+     "places.load(*(const ScoreMod::Captured*)in, 1, 2);\n"
+     "out[threadIdx.x] = PairPlaces<Config>::there(0) ? 1.0f : 0.0f;",
+     16, true},
+    {"cuda/attention/captured/place_order.cuh",
+     "constexpr fusegrad::device::PlaceOfThread place = fusegrad::device::place_of_thread(40, 3, 8);\n"
+     "static_assert(place.row == 26 && place.col == 1);\n"
+     "out[0] = place.col;",
+     16},
     {"cuda/attention/captured/pair_sums.cuh",
      "const BatchWalk<true> batches(*(const FlexBackwardArguments*)in, 4);\n"
      "float sums[4][4];\n"
