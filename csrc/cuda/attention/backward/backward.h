@@ -32,12 +32,13 @@ int64_t backward_section(const FlexShape& n);
 /// the next keys. For head sizes of 65 to 128 it has 80 queries instead of 64, in parts of 16 that lie in a block of
 /// the block mask each, so that tiles need not begin where blocks do. For smaller head sizes, without a block mask, it
 /// has 144 instead of 128.
+std::optional<FlexTile> backward_tall_tile(const FlexCase& c);
+
 /// Whether a warp alone would have all gradients of a tile, of heads that are not wide: float32 of 256 columns where a
 /// CTA has 99 KiB. Its accumulators would spill, so dQ, dK and dV have kernels of their own, as of wide heads.
 bool one_warp_alone_fits(FlexCase c, const std::string& architecture);
 /// Of wide heads, the columns of values of a kernel that makes dV alone.
 int backward_value_cols(const FlexCase& c, const std::string& architecture);
-std::optional<FlexTile> backward_tall_tile(const FlexCase& c);
 
 /// Whether a backward's tall tile takes less time than others. `share_of_pairs`: of all pairs those that the mask_mod
 /// allows; asked only where it matters.

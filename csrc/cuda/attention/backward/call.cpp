@@ -189,7 +189,8 @@ struct Backward {
     }
     return more;
   }
-  // Behind the rows of all heads: whether one is far from 0 (FlexBackwardArguments::far).
+  // Behind the rows of all heads: whether one of the call, and of each head, is far from 0
+  // (FlexBackwardArguments::far).
   unsigned* far(const Now& r) const {
     return reinterpret_cast<unsigned*>(r.at<device::FlexRow>(rows) + heads * row_stride);
   }

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "common/error.h"
+#include "common/division.h"
 #include "cuda/attention/captured/places.h"
 #include "cuda/launch.h"
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy(const FlexPlaces& p, unsigned vector) {
   const int rows = p.sizes[last - 1], cols = p.sizes[last];
   const bool ordered = p.order != PlaceOrder::kRows;
   // Which 16 bytes of a row, or of a tile.
-  const unsigned across = ordered ? kPlaceTile * kPlaceTile / kCount : (cols + kCount - 1) / kCount;
+  const unsigned across = ordered ? kPlaceTile * kPlaceTile / kCount : ceil_div(cols, kCount);
   const unsigned part = vector % across;
   unsigned rest = vector / across;
   long long from = 0, to = 0;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) places_kernel(const __grid_constant_
 unsigned vectors_of(const FlexPlaces& p) {
   const int64_t count = 16 / p.to_bytes;
   const bool ordered = p.order != PlaceOrder::kRows;
-  int64_t vectors = ordered ? kPlaceTile * kPlaceTile / count : (p.sizes[p.rank - 1] + count - 1) / count;
+  int64_t vectors = ordered ? kPlaceTile * kPlaceTile / count : ceil_div<int64_t>(p.sizes[p.rank - 1], count);
   for (int d = 0; d < p.rank - (ordered ? 2 : 1); ++d) vectors *= p.sizes[d];
   return static_cast<unsigned>(vectors);
 }
@@ -108,9 +108,8 @@ void flex_copy_places(std::span<const FlexPlaces> all, void* stream) {
       most = std::max(most, copies.vectors[i]);
     }
     if (most == 0) continue;
-    const Grid grid{.blocks = (int64_t{most} + kThreads - 1) / kThreads,
-                    .threads = kThreads,
-                    .blocks_y = static_cast<int64_t>(count)};
+    const Grid grid{
+        .blocks = ceil_div(int64_t{most}, kThreads), .threads = kThreads, .blocks_y = static_cast<int64_t>(count)};
     launch("flex_copy_places", places_kernel, grid, stream, copies);
   }
 }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention/flex_attention.h"
+#include "common/division.h"
 #include "common/error.h"
 #include "common/recent.h"
 #include "cuda/attention/backward/backward.h"
@@ -112,7 +113,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
 
 std::vector<int> column_parts(int columns, int most) {
   // Parts alike are one kernel.
-  const int count = std::max(1, (columns + most - 1) / most), each = ((columns + count - 1) / count + 15) / 16 * 16;
+  const int count = std::max(1, ceil_div(columns, most)), each = round_up(ceil_div(columns, count), 16);
   std::vector<int> parts;
   for (int first = 0; first == 0 || first < columns; first += each) parts.push_back(std::min(each, columns - first));
   return parts;
