@@ -67,8 +67,8 @@ std::vector<FlexTile> hopper_backward(const FlexCase& c) {
       for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2, true);
       for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2);
       add(128, 1, 2, 2);
-      // One tile of floats comes only when the one before is read.
-      if (!floats_by_maps(c)) add(128, 1, 2, 1);
+      // One tile of floats comes only when the one before is read: of many queries products that read less outweigh it.
+      if (!floats_by_maps(c) || c.tall) add(128, 1, 2, 1);
     }
     for (const int query_stages : {3, 2}) add(64, 2, query_stages, 2);
     for (const int query_stages : {3, 2}) add(64, 1, query_stages, 2);
@@ -202,6 +202,7 @@ std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) 
 
 void add_facts(const FlexCase& c, KernelFacts& f) {
   f.keys_shared = keys_shared(c, f.tile);
+  f.places = !c.place_bytes.empty();
   if (f.keys_shared) f.warps /= 2;
   f.narrow = narrow_heads(c, f.tile) && !f.keys_shared;
   f.grad_query = adds_grad_query(c, f.tile);
@@ -252,7 +253,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
 int resident(const KernelFacts& f, const std::string& /*architecture*/) {
   // Without histograms they fit anyway, and would spill.
   const bool counts = std::find(f.schemes.begin(), f.schemes.end(), device::Scheme::kSmallTable) != f.schemes.end();
-  return f.tile.keeps() && counts ? kStaying : 0;
+  return f.tile.keeps() && (counts || f.places) ? kStaying : 0;
 }
 
 KernelNames names(const KernelFacts& f) {
@@ -351,6 +352,8 @@ std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {
 // depends on how many queries they have.
 bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                const std::function<double()>& share_of_pairs, const std::string& architecture) {
+  constexpr int64_t kManyQueries = 512;
+  if (!c.score_mod.dtypes.empty() && floats_by_maps(c)) return shape.queries >= kManyQueries;
   const auto tile = backward_tall_tile(c);
   if (!tile || !takes_hopper(c, architecture)) return false;
   const int64_t queries = shape.queries;

@@ -41,7 +41,9 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   c.wants_grad.assign(asked.needs_grad.begin() + 3, asked.needs_grad.end());
   for (const AskedBuffer& b : asked.score_mod.buffers) c.elements.push_back(elements_of(b));
   const bool all = asked.needs_grad[0] && asked.needs_grad[1] && asked.needs_grad[2];
-  c.whole = all && !c.wide && pays_whole(c, n, gpu.multiprocessors, share);
+  // Tall tiles beside a score_mod leave no room for the next keys, which whole heads need.
+  const bool tall_mod = c.tall && !c.score_mod.text.empty();
+  c.whole = all && !c.wide && !tall_mod && pays_whole(c, n, gpu.multiprocessors, share);
   if (c.wants_buffers()) c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
   // The kernel that sums up over batches has no tiles of wide heads.
   if (c.wants_buffers() && !c.wide) {

@@ -48,14 +48,30 @@ std::optional<DType> narrowest(int64_t most) {
   return std::nullopt;
 }
 
+std::vector<NodeId> reads_of(const Graph& graph, size_t buffer) {
+  std::vector<NodeId> found = reachable(graph);
+  std::erase_if(found, [&](NodeId id) {
+    return graph[id].op != score_mod::Op::kLoad || graph[id].payload != static_cast<int64_t>(buffer);
+  });
+  return found;
+}
+
+// Whether a kernel whose CTAs have all pairs of a head can read all that is read of a buffer in the order of threads.
+bool in_tiles(const Graph& graph, size_t buffer) {
+  const auto pairs = score_mod::pair_reads(graph);
+  const auto all = reads_of(graph, buffer);
+  return std::all_of(all.begin(), all.end(), [&](NodeId id) {
+    return std::find(pairs.begin(), pairs.end(), id) != pairs.end() && score_mod::reads_places(graph, id);
+  });
+}
+
 // How often all pairs of the call together read elements of a buffer for themselves.
-int64_t reads_of(const Graph& graph, int buffer, const Asked& asked) {
+int64_t count_reads(const Graph& graph, size_t buffer, const Asked& asked) {
   const auto kinds = score_mod::reads(graph);
   int64_t a_pair = 0;
-  for (const NodeId id : reachable(graph)) {
-    if (graph[id].op != score_mod::Op::kLoad || graph[id].payload != buffer) continue;
-    if (kinds[static_cast<size_t>(id)] == score_mod::Reads::kPair ||
-        kinds[static_cast<size_t>(id)] == score_mod::Reads::kLater)
+  for (const NodeId id : reads_of(graph, buffer)) {
+    if (const auto kind = kinds[static_cast<size_t>(id)];
+        kind == score_mod::Reads::kPair || kind == score_mod::Reads::kLater)
       a_pair += graph.values(graph.open_axes(id));
   }
   // Blocks may leave out most pairs.
@@ -66,13 +82,13 @@ int64_t reads_of(const Graph& graph, int buffer, const Asked& asked) {
 
 // Bytes that are read take their time from the L2 cache, as measured some 3 TB/s of an H200, of which a launch takes
 // 16 MiB; a copy's are read and written once, half as fast. So it pays where many heads read a tensor that all share:
-// by 64-bit indices from four heads on, of enough pairs.
-bool pays(int64_t reads, int64_t elements, int64_t from_bytes, int64_t to_bytes) {
+// by 64-bit indices from four heads on, of enough pairs. `saved`: bytes that a read then leaves.
+bool pays(int64_t reads, int64_t saved, int64_t elements, int64_t from_bytes, int64_t to_bytes) {
   constexpr int64_t kLaunch = int64_t{16} << 20;
-  return reads * (from_bytes - to_bytes) > 2 * elements * (from_bytes + to_bytes) + kLaunch;
+  return reads * saved > 2 * elements * (from_bytes + to_bytes) + kLaunch;
 }
 
-// Whether kernels of short sequences, whose CTAs stay with a head, may take the call.
+// Whether kernels of short sequences, whose CTAs have all pairs of a head, may take the call.
 bool is_short(const FlexCase& c, const Gpu& gpu) {
   return c.many_batches && !c.blocks && !takes_hopper(c, gpu.architecture);
 }
@@ -80,18 +96,27 @@ bool is_short(const FlexCase& c, const Gpu& gpu) {
 std::optional<PlannedPlaces> places_of_buffer(const Asked& asked, const Gpu& gpu, const CallPlan& plan, size_t i) {
   const AskedBuffer& b = asked.score_mod.buffers[i];
   const Graph& graph = *plan.score_mod;
-  const bool wide = b.dtype == DType::kInt64, int32 = b.dtype == DType::kInt32;
-  // Boxes hold 32 bits, which the kernels of long sequences have; others would take narrower ones from where they are.
-  if (!wide && !(int32 && is_short(plan.common, gpu))) return std::nullopt;
-  if (b.sizes.size() < 2 || b.sizes.size() > FlexPlaces::kMostRank) return std::nullopt;
+  const bool is_short = cuda::is_short(plan.common, gpu), tiles = is_short && in_tiles(graph, i);
+  // Of 32 bits boxes are better than narrower ones in rows; in fixed point a second kernel has no order of threads.
+  const bool takes = b.dtype == DType::kInt64 ||
+                     (tiles && !asked.deterministic && (b.dtype == DType::kInt32 || b.dtype == DType::kInt16));
+  if (!takes || b.sizes.size() < 2 || b.sizes.size() > FlexPlaces::kMostRank) return std::nullopt;
   const BoxCopy copy(b.sizes, b.strides, 1);
   constexpr int64_t kMostElements = int64_t{1} << 30;
   if (copy.elements() == 0 || copy.bytes() > kMostElements || elements_of(b) > kMostElements) return std::nullopt;
+  // What all batches read at the same places is kept by CTAs that stay with a head.
+  const auto dependence = score_mod::dependences(graph);
+  const auto reads = reads_of(graph, i);
+  if (is_short && std::none_of(reads.begin(), reads.end(), [&](NodeId id) {
+        return (dependence[static_cast<size_t>(id)].on() & score_mod::set_of(score_mod::kVarB)) != 0;
+      }))
+    return std::nullopt;
   const auto most = largest_indexed(asked, graph, static_cast<int>(i));
   const auto dtype = most ? narrowest(*most) : std::nullopt;
   if (!dtype) return std::nullopt;
-  const int64_t reads = reads_of(graph, static_cast<int>(i), asked);
-  if (!pays(reads, copy.elements(), element_bytes(b.dtype), element_bytes(*dtype))) return std::nullopt;
+  const int64_t from = element_bytes(b.dtype), to = element_bytes(*dtype);
+  if (to > from || !pays(count_reads(graph, i, asked), tiles ? from : from - to, copy.elements(), from, to))
+    return std::nullopt;
   return PlannedPlaces{*dtype, *most};
 }
 
@@ -130,19 +155,11 @@ Asked narrow_places(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
 }
 
 std::vector<int> ordered_places(const CallPlan& plan, const Gpu& gpu) {
+  if (plan.score_mod == nullptr || !is_short(plan.common, gpu)) return {};
   std::vector<int> bytes(plan.places.size(), 0);
-  if (!is_short(plan.common, gpu) || plan.score_mod == nullptr) return {};
-  const Graph& graph = *plan.score_mod;
   for (size_t i = 0; i < bytes.size(); ++i) {
-    if (!plan.places[i]) continue;
-    const auto pairs = score_mod::pair_reads(graph);
-    const auto all = reachable(graph);
-    // Every read of it, since the copy is nowhere in rows.
-    const bool takes = std::all_of(all.begin(), all.end(), [&](NodeId id) {
-      if (graph[id].op != score_mod::Op::kLoad || graph[id].payload != static_cast<int64_t>(i)) return true;
-      return std::find(pairs.begin(), pairs.end(), id) != pairs.end() && score_mod::reads_places(graph, id);
-    });
-    if (takes) bytes[i] = static_cast<int>(element_bytes(plan.places[i]->dtype));
+    if (plan.places[i] && in_tiles(*plan.score_mod, i))
+      bytes[i] = static_cast<int>(element_bytes(plan.places[i]->dtype));
   }
   return std::any_of(bytes.begin(), bytes.end(), [](int n) { return n > 0; }) ? bytes : std::vector<int>{};
 }

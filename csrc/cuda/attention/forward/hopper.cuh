@@ -85,7 +85,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
       if constexpr (Reads::kUsed) {
         const int warp = static_cast<int>(threadIdx.x) / kLanes - Config::kGroups * kWarpgroup / kLanes;
-        if (warp > 0 && warp <= Reads::kWarps) Tiles::bring_reads({});
+        if (warp > 0 && warp <= Reads::kWarps) Tiles::bring_reads();
       }
     } else {
       take_registers<kConsumerRegisters>();

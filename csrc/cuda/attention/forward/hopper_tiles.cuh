@@ -223,7 +223,7 @@ class FlexForwardHopperTiles {
     return kind != kTileFull || col + Config::kCols > a_.keys;
   }
   /// Called by the warps behind the producer's.
-  __device__ __forceinline__ void bring_reads(const typename Operands::Tangent::Captured& tangent) const {
+  __device__ __forceinline__ void bring_reads(const typename Operands::Tangent::Captured& tangent = {}) const {
     static_assert(!Reads::kUsed || Config::kParts == 1);
     const int thread = static_cast<int>(threadIdx.x) - Config::kGroups * kWarpgroup - kLanes;
     Works works;

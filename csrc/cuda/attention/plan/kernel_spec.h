@@ -88,6 +88,7 @@ struct KernelFacts {
   bool grad_query = false;
   bool stores_boxes = false, stores_query = false, stores_first = false, ordered = false, whole = false;
   bool fixed_point = false, partial_sums = false;
+  bool places = false;                  ///< a thread has all indices of its pairs in registers (PairPlaces)
   std::vector<bool> wants_grad;         ///< of each buffer of the score_mod
   std::vector<device::Scheme> schemes;  ///< of each contribution
   std::vector<int> tables;              ///< elements of a histogram, else 0
