@@ -43,14 +43,15 @@ bool are_places_alone(const score_mod::Graph& graph) {
 }
 
 // Hopper forward: whether exponentials are relative to the first maximum of a row. BFloat16 does not overflow where
-// Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by boxes alone:
-// a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
+// Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by lines alone or
+// boxes alone: a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
 bool first_maximum(const FlexCase& c, const FlexTile& t) {
-  const auto boxes_alone = [&] {
-    if (!t.boxes || t.hopper().line_bytes > 0 || c.blocks || c.dropout) return false;
+  const auto reads_alone = [&] {
+    if (c.score_mod.text.empty() || c.blocks || c.dropout) return false;
+    if (t.hopper().line_bytes > 0 ? reads_pairs(c.score_mod) : !t.boxes) return false;
     return are_places_alone(*score_mod::cached_graph(c.score_mod.text));
   };
-  return ((c.unscaled && masks_alone(c)) || boxes_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
+  return ((c.unscaled && masks_alone(c)) || reads_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
          head_cols(c, kHopperCols) <= 192 && value_cols(c, kHopperCols) <= 128;
 }
 // Hopper forward: whether the first scores of the next queries run beside the last output. With two
