@@ -27,6 +27,17 @@ struct Kernels {
   std::optional<BatchSums> over_batches = std::nullopt;
 };
 
+// Whether the CTAs of the backward stay with a head for many batches, and can sum up all contributions over them, so
+// that no other kernel computes the pairs again.
+bool staying_sums(FlexCase c, const Gpu& gpu) {
+  c.sums_batches = c.grad_query = c.grad_key = c.grad_value = true;
+  const KernelFacts facts = plan_kernel(c, gpu.architecture).facts();
+  const auto& schemes = facts.schemes;
+  return facts.tile.keeps() && std::all_of(schemes.begin(), schemes.end(), [](device::Scheme scheme) {
+           return scheme == device::Scheme::kOverBatches;
+         });
+}
+
 Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   align_boxes(asked, plan);
   Kernels made{plan.common};
@@ -49,6 +60,10 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   if (c.wants_buffers() && !c.wide) {
     made.over_batches = sums_over_batches(c, asked.needs_grad, asked.score_mod.scalars, n.batches, n.heads, n.queries,
                                           n.keys, gpu.multiprocessors, asked.deterministic, gpu.architecture);
+  }
+  if (made.over_batches && all && !asked.deterministic && staying_sums(c, gpu)) {
+    c.sums_batches = true;
+    made.over_batches.reset();
   }
   if (made.over_batches) made.over_batches->leave_out(c);
   if (!asked.deterministic || !c.wants_buffers()) return made;

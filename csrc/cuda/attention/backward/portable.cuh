@@ -149,6 +149,7 @@ class FlexBackward {
       if constexpr (Sums::kRepeats) sums_.next_limits();
     }
     sums_.end_histograms(key_head_);
+    sums_.end_batches(key_head_, part() * kPart + lane() % 4 * 2, first_key());
   }
   /// A tile of queries of one of the query heads that share the keys.
   struct ListPlace {

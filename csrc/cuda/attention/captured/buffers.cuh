@@ -13,6 +13,7 @@
 
 #include "cuda/attention/captured/schemes/diagonal.cuh"
 #include "cuda/attention/captured/schemes/histogram.cuh"
+#include "cuda/attention/captured/schemes/of_cta.cuh"
 #include "cuda/attention/captured/schemes/of_head.cuh"
 #include "cuda/attention/captured/schemes/of_pair.cuh"
 #include "cuda/attention/captured/schemes/of_query.cuh"
@@ -131,6 +132,10 @@ class FlexBufferSums {
   /// Called after the last tile of head h: if the CTA stores its sums, it stores the elements that they belong to.
   __device__ __forceinline__ void end_histograms(int h) const {
     if constexpr (kRepeats && Config::kPartialSums) each_.for_each([&](const auto& sum) { sum.store_elements(h); });
+  }
+  /// Called behind the last batch of a CTA that stays with head h. (q, kv): the thread's first pair.
+  __device__ __forceinline__ void end_batches(int h, int q, int kv) const {
+    each_.for_each([&](const auto& sum) { sum.end_batches(h, q, kv); });
   }
   /// Called before the tiles of a query head.
   __device__ __forceinline__ void begin_head() {

@@ -13,6 +13,7 @@ enum class Scheme : char {
   kInjective = 'E',    ///< each pair by itself, added to memory
   kSmallTable = 'F',   ///< a histogram in shared memory
   kGeneral = 'G',      ///< each pair by itself, added to memory, where others may have the same element
+  kOverBatches = 'R',  ///< one sum for a pair of a CTA that stays with a head for many batches
   kStored = 'S',       ///< each pair by itself, stored: every element gets one contribution of one pair
   kStoredTiles = 'T',  ///< the same of contributions that are dS itself, of whose tiles the kernel stores them
   // Contributions to several elements along axes: a warp sums up an element over its 16 keys by 8 queries as far as the

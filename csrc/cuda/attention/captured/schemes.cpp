@@ -114,10 +114,12 @@ SchemesFit choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     if (const auto buffer = static_cast<size_t>(contributions[k].buffer);
         (c.kernel == FlexKernel::kBackward || c.kernel == FlexKernel::kGradBuffers) && is_stored(c, steps[k], buffer))
       scheme = stores_tiles(c, facts, *derivative, steps[k], buffer) ? Scheme::kStoredTiles : Scheme::kStored;
+    if (c.sums_batches && c.kernel == FlexKernel::kBackward && facts.tile.keeps() && steps[k].over_batches)
+      scheme = Scheme::kOverBatches;
     constexpr int64_t kLeastTable = 32;  // a place for each lane
     int table = scheme == Scheme::kSmallTable ? static_cast<int>(std::max(elements, kLeastTable)) : 0;
     const int column = column_elements(c, steps[k], static_cast<size_t>(contributions[k].buffer));
-    if (column > 0 && !scheme_is_forced()) scheme = Scheme::kSmallTable;
+    if (column > 0 && !scheme_is_forced() && scheme != Scheme::kOverBatches) scheme = Scheme::kSmallTable;
     if (column > 0 && scheme == Scheme::kSmallTable) table = column;
     int bytes = scheme_bytes(facts, scheme, table);
     if (bytes > left) {

@@ -355,10 +355,11 @@ struct CapturedMemory {
   /// A team's histogram of class F: 16 bytes, then a high and a low word of each element.
   static constexpr int histogram_bytes(int elements) { return 16 + round_up_to(elements * 8, 16); }
   constexpr int bytes(Scheme scheme, int elements) const {
-    return scheme == Scheme::kQ            ? warps * sets * queries * 4
-           : scheme == Scheme::kDiagonal   ? warps * 4 * diagonal_line() * 4
-           : scheme == Scheme::kSmallTable ? teams * histogram_bytes(elements)
-                                           : 0;
+    return scheme == Scheme::kQ             ? warps * sets * queries * 4
+           : scheme == Scheme::kDiagonal    ? warps * 4 * diagonal_line() * 4
+           : scheme == Scheme::kSmallTable  ? teams * histogram_bytes(elements)
+           : scheme == Scheme::kOverBatches ? warps * queries * keys * 4
+                                            : 0;
   }
 };
 

@@ -92,6 +92,7 @@ struct FlexCase {
   bool ordered = false;       ///< Hopper: dQ is summed in one order
   bool whole = false;         ///< Hopper: a CTA may take all keys of a head
   bool partial_sums = false;  ///< A and B are stored head by head, F of CTAs that stay CTA by CTA
+  bool sums_batches = false;  ///< CTAs that stay with a head sum up what all batches give to the same places
   bool grouped = false;       ///< kGradBuffers: a CTA's batches are of one group (score_mod::batch_groups)
   bool tall = true;           ///< Hopper backward: tall tiles take less time than others
   int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256

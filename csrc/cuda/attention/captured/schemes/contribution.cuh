@@ -136,6 +136,7 @@ class Contribution {
   __device__ __forceinline__ void end_tile(int) {}
   __device__ __forceinline__ void flush(int, int, int, int, int) {}
   __device__ __forceinline__ void end_head(int, int, int) {}
+  __device__ __forceinline__ void end_batches(int, int, int) const {}
 
  protected:
   static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
