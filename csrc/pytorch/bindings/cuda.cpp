@@ -113,6 +113,7 @@ FlexCase make_case(py::Fields fields) {
   fields.read("aligned_boxes", c.aligned_boxes);
   fields.read("ordered", c.ordered);
   fields.read("whole", c.whole);
+  fields.read("sums_batches", c.sums_batches);
   fields.check_all_read();
   c.wide = std::max(c.head_size, c.value_size) > kMostCols;
   c.kernel = kernel_named(kernel);

@@ -54,8 +54,8 @@ def float_buffer(*sizes: int) -> torch.Tensor:
 
 @functools.lru_cache
 def score_mod(name: str) -> ScoreMod | None:
-    """One of each class of captured gradients, "H" a table of which a head reaches a column, "P" a bias of pairs in 16
-    bits, and what captures nothing."""
+    """One of each class of captured gradients, "H" a table of which a head reaches a column, "W" one of all batches,
+    "P" a bias of pairs in 16 bits, and what captures nothing."""
     head, place, pair = float_buffer(16), float_buffer(4096), float_buffer(4096, 4096).detach()[:8, :8]
     relative, table, large = float_buffer(16, 8192), float_buffer(64), float_buffer(100_000)
     pair.requires_grad_()
@@ -75,6 +75,7 @@ def score_mod(name: str) -> ScoreMod | None:
         "G": lambda s, b, h, q, kv: s + large[kinds[q, kv]],
         "H": lambda s, b, h, q, kv: s + columns[places[b, q, kv], h],
         "P": lambda s, b, h, q, kv: s + half[h, q, kv],
+        "W": lambda s, b, h, q, kv: s + columns[kinds[q, kv], h],
         "AD": lambda s, b, h, q, kv: s * head[h] + relative[h, q - kv + 4096],
     }
     function = made[name]
@@ -94,11 +95,11 @@ def mask_mod(name: str) -> ScoreMod | None:
 class Kernel(NamedTuple):
     # "ordered" is the backward whose sums are the same in every order, "turns" the one with dQ whose sums of buffers
     # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head, "stays" the
-    # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "grad_buffers" the
-    # kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the forward of few
-    # queries in tiles of so many rows; of "split_" ones keys are split over CTAs. "segments" is the forward with
-    # batch_invariant, "segments16" and "segments64" the one whose rows are queries of several heads and whose CTAs
-    # have a segment each, which "merge_segments" adds up.
+    # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "stays_sums" the one that
+    # sums up over them, "grad_buffers" the kernel that does nothing else; behind a plus sign, "dropout". "few16" and
+    # "few32" are the forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
+    # "segments" is the forward with batch_invariant, "segments16" and "segments64" the one whose rows are queries of
+    # several heads and whose CTAs have a segment each, which "merge_segments" adds up.
     kernel: str
     dtype: str
     head_size: int
@@ -142,6 +143,7 @@ class Kernel(NamedTuple):
             key_splits=split,
             lengths=(64, 64) if stays else (0, 0),
             many_batches=stays,
+            sums_batches=kernel == "stays_sums",
             sizes=[list(b.shape) for b in buffers] if stays else [],
         )
 
@@ -226,6 +228,7 @@ segments16 float16 64 64 D small
 segments16 float32 128 128 softcap causal
 merge_segments bfloat16 128 128 none none
 merge_segments float32 64 64 none none
+stays_sums bfloat16 32 32 W none
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
@@ -317,9 +320,13 @@ tangents bfloat16 72 72 none none
 tangents bfloat16 128 128 none none
 tangents bfloat16 128 128 none causal
 tangents bfloat16 128 128 E document
+tangents bfloat16 64 64 D causal
 tangents float16 128 64 D small
 tangents bfloat16 64 64 none lists
 tangents+dropout bfloat16 128 128 none causal
+forward bfloat16 32 32 E none
+forward bfloat16 64 64 D none
+backward bfloat16 64 64 E none
 forward bfloat16 32 32 P none
 forward bfloat16 64 64 P none
 backward bfloat16 32 32 none none
