@@ -117,7 +117,10 @@ FlexCase make_case(py::Fields fields) {
   fields.check_all_read();
   c.wide = std::max(c.head_size, c.value_size) > kMostCols;
   c.kernel = kernel_named(kernel);
-  if (c.kernel == FlexKernel::kSegments) c.segment_keys = segment_keys();
+  if (c.kernel == FlexKernel::kSegments) {
+    c.segment_keys = segment_keys();
+    c.many_segments = c.few_rows == 0;
+  }
   c.grad_out_tangent = kernel == "pair_tangents of grad_out";
   c.dtype = dtype_named(dtype);
   c.score_mod = make_mod(score_mod.first, score_mod.second);

@@ -27,6 +27,7 @@ FlexCase invariant_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   }
   c.out_low = asked.out_low;
   c.unscaled = asked.score_mod.text.empty() && asked.positive_scale;
+  c.forward_rows = forward_rows(c, plan.shape, gpu.multiprocessors, [&] { return share_of_pairs(asked); });
   return c;
 }
 
@@ -118,9 +119,10 @@ Plan<FlexForwardCall> plan_forward(const Asked& given, const Gpu& gpu) {
   const auto keeps_by_cta = [=](const Program& program) {
     return keeps && !merges(program) && program.launch.spec.tile().is_hopper();
   };
-  const auto bytes_of = [=](const Program& program, int64_t count) {
+  const auto bytes_of = [=](const Program& program, int64_t count) -> int64_t {
     const KernelFacts& f = program.launch.spec.facts();
-    if (keeps_by_cta(program)) return 4 * program.launch.ctas * f.tile.rows * f.value;
+    if (!keeps && !merges(program)) return 0;
+    if (keeps_by_cta(program)) return f.tile.hopper().kept_sums ? 0 : 4 * program.launch.ctas * f.tile.rows * f.value;
     return partial_rows(program) * (partial_cols(count) + 4) * 4;
   };
   int64_t partial_bytes = 0, first = 0;
@@ -135,13 +137,13 @@ Plan<FlexForwardCall> plan_forward(const Asked& given, const Gpu& gpu) {
     first += count;
     const Program& program = *parts.back().program;
     if (merges(program) && asked.batch_invariant) parts.back().merge = make(merge_segments_case(c));
-    if (keeps || merges(program)) partial_bytes = std::max(partial_bytes, bytes_of(program, count));
+    partial_bytes = std::max(partial_bytes, bytes_of(program, count));
   }
   const Region partial = partial_bytes > 0 ? plan.scratch.add("partial outputs", partial_bytes) : kNoRegion;
   add_copies(plan);
   for (const Part& part : parts) {
     const Program& program = *part.program;
-    const bool split = merges(program), partials = split || keeps;
+    const bool split = merges(program), partials = bytes_of(program, part.count) > 0;
     const bool by_cta = keeps_by_cta(program);
     const auto partials_of = [=, splits = program.launch.splits, cols = partial_cols(part.count),
                               rows = partial_rows(program)](const Now& r) {

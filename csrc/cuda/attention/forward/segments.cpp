@@ -34,16 +34,17 @@ int portable_bytes(const FlexCase& c, int rows, int cols) {
 int shared_bytes(const FlexCase& c, const FlexTile& t) {
   if (!t.is_hopper()) return portable_bytes(c, t.rows, t.cols);
   const HopperTile& own = t.hopper();
-  return device::HopperForwardMemory({.rows = t.rows,
-                                      .cols = t.cols,
-                                      .head = head_cols(c),
-                                      .value = value_cols(c),
-                                      .stages = t.stages,
-                                      .query_stages = own.query_stages,
-                                      .parts = own.parts,
-                                      .read_bytes = box_bytes(c, t) + own.line_bytes,
-                                      .read_stages = own.read_stages})
-      .bytes();
+  const int kept = own.kept_sums ? 16 + 4 * t.rows * value_cols(c) : 0;
+  return kept + device::HopperForwardMemory({.rows = t.rows,
+                                             .cols = t.cols,
+                                             .head = head_cols(c),
+                                             .value = value_cols(c),
+                                             .stages = t.stages,
+                                             .query_stages = own.query_stages,
+                                             .parts = own.parts,
+                                             .read_bytes = box_bytes(c, t) + own.line_bytes,
+                                             .read_stages = own.read_stages})
+                    .bytes();
 }
 
 // Results depend on the family and on the keys of a tile: whatever the call's lengths, masks and dropout, these are the
@@ -70,15 +71,22 @@ std::vector<FlexTile> hopper_tiles(const FlexCase& c) {
     return t;
   };
   if (c.few_rows > 0) return {with_stages({64, cols, 8, 1, false, HopperTile{}}, 6)};
+  const bool small = std::max(head_cols(c), value_cols(c)) <= kHopperCols;
+  // A thread has 160 registers then.
+  const int groups = small && masks_alone(c) && c.forward_rows >= 192 ? 3 : 2;
   std::vector<FlexTile> found;
   const auto add = [&](bool boxes, int lines, int read_stages) {
-    FlexTile tile{128, cols, 12, 2, boxes, HopperTile{.query_stages = 2, .line_bytes = lines}};
+    FlexTile tile{64 * groups, cols, 4 * (groups + 1), 2, boxes, HopperTile{.line_bytes = lines}};
     HopperTile& own = tile.hopper();
     own.read_stages = read_stages;
     if (boxes) own.maps = box_maps(c, tile);
-    if (shared_bytes(c, tile) > limit) own.query_stages = 1;
-    const bool small = std::max(head_cols(c), value_cols(c)) <= kHopperCols;
-    found.push_back(with_stages(tile, small ? 4 : 2));
+    for (const bool kept : {true, false}) {
+      if (kept && !c.many_segments) continue;
+      own.kept_sums = kept;
+      own.query_stages = 2;
+      if (shared_bytes(c, tile) > limit) own.query_stages = 1;
+      found.push_back(with_stages(tile, small ? 4 : 2));
+    }
   };
   const int lines = line_bytes(c);
   if (has_hopper_boxes(c)) {
@@ -112,7 +120,11 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   text.choice("kMaxScores", c.max_scores);
   text.choice("kOutLow", c.out_low);
   text.number("kSegment", static_cast<int>(c.segment_keys) / f.tile.cols);
-  if (f.hopper()) return hopper_result_config(c, f, text);
+  if (f.hopper()) {
+    text.choice("kManySegments", c.many_segments);
+    text.choice("kKeptSums", f.tile.hopper().kept_sums);
+    return hopper_result_config(c, f, text);
+  }
   text.choice("kKeySplits", f.key_splits);
   text.choice("kPacked", c.few_rows > 0);
   text.number("kWarps", f.warps);
@@ -196,6 +208,7 @@ FlexCase segments_case(FlexCase c, const FlexShape& shape, const std::optional<B
     const bool split = shape.batches < kMostBatches && (shape.queries <= kFew || (segments && !fills(128)));
     c.few_rows = split ? 64 : 0;
     c.key_splits = split;
+    c.many_segments = segments && !split;
     return c;
   }
   const int cols = portable_cols(c, architecture), limit = flex_shared_limit(std::stoi(architecture));

@@ -4,12 +4,13 @@
 //
 // - Queries of one head and all their keys, as FlexForwardHopper (hopper.cuh), which this is without what depends on
 //   other rows of a warp. At the end of a segment a warpgroup adds its output to that of the segments before, which
-//   lies in memory of the CTA's own that stays in the L2 cache.
+//   lies in shared memory, or in global memory of the CTA's own that stays in the L2 cache.
 // - kKeySplits, one warpgroup: rows are queries of several heads that share their keys, or of one, and the keys are
 //   those of one segment. The warpgroup loads the queries, and its results go to the kernel that merges.
 //
 // scores.cuh, portable.cuh and hopper.cuh describe Config; this file adds:
 //   kSegment                   tiles of a segment
+//   kManySegments, kKeptSums   whether a CTA may have several; whether it keeps their sum in shared memory
 #pragma once
 
 #include "cuda/attention/forward/hopper_tiles.cuh"
@@ -41,10 +42,15 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
   static_assert(kPacked ? Config::kGroups == 1 && !Reads::kUsed : Config::kGroups > 1);
   static constexpr int kAlone = 1;  // the named barrier of a warpgroup by itself
   // One warpgroup has as many registers as a thread may have.
-  static constexpr int kProducerRegisters = Reads::kWarps > 1 ? 56 : 40;
+  static constexpr int kProducerRegisters = Reads::kWarps > 1 ? 56 : Config::kGroups > 2 ? 32 : 40;
+
+  // What the segments before gave lies behind all else.
+  static constexpr int kKeptAt = round_up_to(Tiles::kMemory.entries.end(), 16);
+  static constexpr int kKeptBytes = Config::kKeptSums ? 16 + 4 * Config::kRows * Config::kValue : 0;
+  static_assert(!Config::kKeptSums || Config::kManySegments);
 
  public:
-  using Tiles::kSharedBytes;
+  static constexpr int kSharedBytes = Tiles::kSharedBytes + kKeptBytes;
 
   __device__ __forceinline__ FlexSegmentsHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
                                                 const typename ScoreMod::Captured& score,
@@ -53,6 +59,11 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
 
   __device__ __forceinline__ void run() {
     Tiles::begin();
+    if constexpr (kPacked) {
+      // This kernel may have begun before the one before it ended, and so may the one that merges.
+      if constexpr (!Config::kBlocks) wait_for_kernel_before();
+      asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    }
     // The shuffle tells the compiler that it is uniform in a warp.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
@@ -250,20 +261,22 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
       apply_mods(s, now);
       release_reads();
       bool anew = false;
-      if constexpr (!kPacked) {
+      if constexpr (Config::kManySegments) {
         const int segment = Entry::column(now) / Config::kSegment;
         anew = segment != segment_;
         segment_ = segment;
       }
       FlexSegmentRow before[2];
-      if (anew) {
+      if (Config::kManySegments && anew) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) before[r] = softmax_.row(r);
         softmax_.begin();
       }
       softmax_.add(s, rescale, unit(), [&] {
         wait_output(out, values, in_flight);
-        if (anew) keep_segment(out, before);
+        if constexpr (Config::kManySegments) {
+          if (anew) keep_segment(out, before);
+        }
       });
       Softmax::multiply(out, rescale);
 #pragma unroll
@@ -410,26 +423,51 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
   // --- segments ---
 
   /// The thread's own memory, of accumulator n: what the segments before gave.
-  __device__ __forceinline__ float4* kept_at(int n) const {
+  __device__ __forceinline__ float4 kept(int n) const {
+    if constexpr (Config::kKeptSums) {
+      float4 x;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                   : "r"(shared_at(n))
+                   : "memory");
+      return x;
+    } else {
+      return *global_at(n);
+    }
+  }
+  __device__ __forceinline__ void keep(int n, const float4& x) const {
+    if constexpr (Config::kKeptSums) {
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_at(n)), "f"(x.x), "f"(x.y), "f"(x.z),
+                   "f"(x.w)
+                   : "memory");
+    } else {
+      *global_at(n) = x;
+    }
+  }
+  __device__ __forceinline__ unsigned shared_at(int n) const {
+    return Tiles::query_ + kKeptAt + ((group_ * kBlocksE + n) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  }
+  __device__ __forceinline__ float4* global_at(int n) const {
     const long long accumulator = (static_cast<long long>(blockIdx.x) * Config::kGroups + group_) * kBlocksE + n;
     return reinterpret_cast<float4*>(a_.partials.out) + accumulator * kWarpgroup + threadIdx.x % kWarpgroup;
   }
-  /// Adds a segment to those before. `keep`: the sum is stored, and the output begins anew; else it becomes the output.
+  /// Adds a segment to those before: kKeep: the sum is kept, and the output begins anew; else it becomes the output.
   template <bool kKeep>
   __device__ __forceinline__ void add_kept(float (&out)[kBlocksE][4], const FlexSegmentRow (&part)[2]) {
     FlexSegmentWeights w[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) w[r] = add_segment(total_[r], part[r], unit());
+    if constexpr (!Config::kManySegments) return;
 #pragma unroll
     for (int n = 0; n < kBlocksE; ++n) {
       float4 x = make_float4(out[n][0], out[n][1], out[n][2], out[n][3]);
       if (segments_ > 0) {
-        const float4 before = *kept_at(n);
+        const float4 before = kept(n);
         x = make_float4(w[0].add(before.x, x.x), w[0].add(before.y, x.y), w[1].add(before.z, x.z),
                         w[1].add(before.w, x.w));
       }
       if constexpr (kKeep) {
-        *kept_at(n) = x;
+        keep(n, x);
         x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
       out[n][0] = x.x;

@@ -18,6 +18,10 @@ class FlexMergeSegments {
       : a_(a) {}
 
   __device__ __forceinline__ void run() const {
+#if __CUDA_ARCH__ >= 900
+    // It may have begun before the kernel before it ended.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     constexpr int kThreads = kLanes * Config::kWarps;
     const FlexPartials& p = a_.partials;
     const int vectors = max(p.cols / 4, 1);

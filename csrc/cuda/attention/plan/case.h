@@ -79,6 +79,7 @@ struct FlexCase {
   int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile.
                      ///< kSegments too
   int64_t segment_keys = 0;       ///< kSegments: keys of a segment
+  bool many_segments = false;     ///< kSegments: a CTA may have several
   FlexTangentsOf tangents_of;     ///< tangents
   bool grad_out_tangent = false;  ///< pair_tangents
   // backward

@@ -35,6 +35,7 @@ struct HopperTile {
   int line_bytes = 0;       ///< forward: of such a stage, for lines
   int maps = 0;             ///< reads of pairs that TMA copies into boxes
   bool own_places = false;  ///< backward: TMA stores dK and dV from places of their own
+  bool kept_sums = false;   ///< forward: sums of segments are kept in shared memory, not in global
 
   bool operator==(const HopperTile&) const = default;
 };

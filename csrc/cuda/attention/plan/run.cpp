@@ -248,10 +248,11 @@ void PlanRun::launch(const Program& program, void* arguments, const std::vector<
   how.shared_bytes = facts.shared_bytes;
   how.stream = stream_;
   // Its first steps go on beside the kernel that makes its lists of tiles; of few queries, beside any.
-  how.programmatic = facts.few() ? std::stoi(Gpu::current().architecture) >= 90
-
-                                 : facts.blocks && facts.hopper() &&
-                                       (facts.kernel == FlexKernel::kForward || facts.kernel == FlexKernel::kSegments);
+  const bool hopper_forward =
+      facts.hopper() && ((facts.kernel == FlexKernel::kForward && facts.blocks) ||
+                         (facts.kernel == FlexKernel::kSegments && (facts.blocks || facts.key_splits)));
+  const bool any = facts.few() || facts.kernel == FlexKernel::kMergeSegments;
+  how.programmatic = hopper_forward || (any && std::stoi(Gpu::current().architecture) >= 90);
   std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
   all.insert(all.end(), more.begin(), more.end());
   kernel(program, ahead).launch(how, all.data());
