@@ -125,6 +125,20 @@ TEST_P(FlexAttention, DropsPairsAndScalesTheRest) {
   EXPECT_FALSE(at::equal(flex_attention(given[0], given[1], given[2], options), ours.out));
 }
 
+TEST_P(FlexAttention, AQueryAloneHasTheSameBits) {
+  constexpr int64_t kLength = 300, kQuery = 200;
+  at::manual_seed(7);
+  const auto given = inputs(place, 4, 2, kLength, kLength);
+  const auto lets = create_block_mask(causal(), {}, {}, kLength, kLength);
+  const auto options = FlexAttentionOptions().enable_gqa(true).batch_invariant(true);
+  const auto whole =
+      flex_attention_with_aux(given[0], given[1], given[2], FlexAttentionOptions(options).block_mask(lets));
+  const auto alone = flex_attention_with_aux(given[0].slice(2, kQuery, kQuery + 1), given[1].slice(2, 0, kQuery + 1),
+                                             given[2].slice(2, 0, kQuery + 1), options);
+  EXPECT_TRUE(at::equal(alone.out, whole.out.slice(2, kQuery, kQuery + 1)));
+  EXPECT_TRUE(at::equal(alone.lse, whole.lse.slice(2, kQuery, kQuery + 1)));
+}
+
 TEST_P(FlexAttention, InPlaceGivesTheSameBits) {
   at::manual_seed(2);
   const auto given = inputs(place, 2, 2, 40, 50);

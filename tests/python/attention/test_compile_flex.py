@@ -67,6 +67,7 @@ def test_the_same_again_is_there(folder) -> None:
     assert stats(lambda: call(dropout_p=0.1))["compilations"] == 2
     assert stats(lambda: call(dropout_p=0.2)) == again
     assert stats(lambda: call(bias=torch.randn(50, dtype=torch.bfloat16, requires_grad=True)))["compilations"] == 2
+    assert stats(lambda: call(batch_invariant=True)) == {"compilations": 1, "memory_hits": 1, "disk_hits": 0}
     # Of few queries: tiles of 16 and 32 rows, and usual ones whose keys are split, also for the deterministic dQ alone.
     assert stats(lambda: call(few_queries=True)) == {"compilations": 3, "memory_hits": 2, "disk_hits": 0}
     assert stats(lambda: call(few_queries=True, deterministic=True))["compilations"] == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from attention_reference import dense
 from coverings import each_of, pairs_of
 from fusegrad import _C, create_block_mask, flex_attention
+from needs import needs_flex_compiler
 from support import DEVICE_DTYPES, DEVICES, assert_as_good_as_eager
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
@@ -323,3 +326,52 @@ def test_what_cannot_hold_raises() -> None:
         flex_attention(nested, nested, nested, batch_invariant=True)
     with pytest.raises(TypeError, match="batch_invariant"):
         flex_attention(q, q, q, batch_invariant=1)
+
+
+# --- without a GPU ---
+
+
+@needs_flex_compiler
+@pairs_of(
+    {
+        "dtype": ["bfloat16", "float16", "float32"],
+        "sizes": [*SIZES, (576, 512)],
+        "architecture": ["80", "86", "90a", "100", "120"],
+    }
+)
+def test_plans_have_one_tile_of_keys(dtype: str, sizes: tuple[int, int], architecture: str) -> None:
+    """Whatever the lengths, heads, masks, dropout, and whether a backward may follow."""
+    found = set()
+    shapes = itertools.product((1, 40, 300, 5000), (1, 64, 1000, 9000), ((1, 8, 8), (2, 12, 2), (64, 32, 32)))
+    for (queries, keys, (batch, heads, key_heads)), block, dropout in itertools.product(
+        shapes, (None, (128, 128), (48, 48)), (False, True)
+    ):
+        asked = {
+            "direction": "forward", "dtype": dtype, "block_size": block, "dropout": dropout, "batch_invariant": True,
+            "training": dropout, "shape": [batch, heads, queries, batch, key_heads, keys, *sizes],
+        }  # fmt: skip
+        text, _ = _C.flex.call_plan(asked, architecture, 132)
+        kernels = [line for line in text.splitlines() if "segments" in line and "merge" not in line]
+        assert kernels, text
+        found |= {(line.split(":")[0].strip(), re.search(r"tile \d+ x (\d+)", line)[1]) for line in kernels}
+    assert len(found) == 1, found
+
+
+@needs_flex_compiler
+def test_max_scores_raise_on_cuda() -> None:
+    asked = {"direction": "forward", "batch_invariant": True, "max_scores": True, "shape": [1, 1, 9, 1, 1, 9, 64, 64]}
+    with pytest.raises(RuntimeError, match="flex_attention: batch_invariant on CUDA must not come with max_scores"):
+        _C.flex.call_plan(asked, "90a", 132)
+
+
+def test_compiled_programs_take_the_option() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + (i - j), batch_invariant=True)
+
+    graphs = []
+    compiled = torch.compile(call, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    assert torch.equal(compiled(q, k, v), call(q, k, v))
+    (node,) = (n for n in graphs[0].graph.nodes if "flex_attention" in str(n.target))
+    assert node.args[-1] is True
