@@ -92,10 +92,12 @@ class FlexSegmentSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
     }
-    // Negated, so that NaN and a row that had no score yet follow too.
+    // Negated, so that NaN and a row that had no score yet follow too. The maximum of far rows is subtracted there.
     bool follows = far_;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      most[r] = max_[r];
+      origin[r] = max_[r] * factor;
       rescale[r] = 1.0f;
       follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
     }
@@ -104,17 +106,13 @@ class FlexSegmentSoftmax {
       for (int r = 0; r < 2; ++r) {
         const float now = row_max(max[r]), next = (now - max_[r]) * factor <= kSlack ? max_[r] : now;
         // Without a score yet all exponentials are 0 (-inf less -inf would be NaN).
-        const float from = next == -FUSEGRAD_INFINITY ? 0.0f : next;
-        rescale[r] = power_of_two((max_[r] - from) * factor);
+        most[r] = next == -FUSEGRAD_INFINITY ? 0.0f : next;
+        origin[r] = most[r] * factor;
+        rescale[r] = power_of_two((max_[r] - most[r]) * factor);
         max_[r] = next;
       }
+      if constexpr (!kFloat) far_ = subtract_far(s, most, origin);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      most[r] = max_[r] == -FUSEGRAD_INFINITY ? 0.0f : max_[r];
-      origin[r] = most[r] * factor;
-    }
-    if constexpr (!kFloat) far_ = subtract_far(s, most, origin);
     wait();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
