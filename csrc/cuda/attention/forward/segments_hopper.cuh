@@ -40,7 +40,11 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
   static_assert(!Config::kDropout || Config::kCols % 64 == 0);
   static_assert(Config::kParts == 1 && !Config::kMaxScores);
   static_assert(kPacked ? Config::kGroups == 1 && !Reads::kUsed : Config::kGroups > 1);
-  static constexpr int kAlone = 1;  // the named barrier of a warpgroup by itself
+  // The first scores of the next queries run beside the last output, which is stored meanwhile, and warpgroups issue
+  // products by turns, as in FlexForwardHopper.
+  static constexpr bool kSeamless = Config::kGroups > 2;
+  static constexpr int kTurn = 1;   // the first of the named barriers of whose turn it is
+  static constexpr int kAlone = 1;  // the named barrier of the one warpgroup
   // One warpgroup has as many registers as a thread may have.
   static constexpr int kProducerRegisters = Reads::kWarps > 1 ? 56 : Config::kGroups > 2 ? 32 : 40;
 
@@ -88,12 +92,8 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
 
   // A work's rows: queries of `together` heads from `head` on, one after the other, of which the tile has 64 from `row`
   // on. Several heads have no more.
-  struct Rows {
-    int together, count;
-  };
-  __device__ __forceinline__ Rows rows_of(int head) const {
-    const int together = min(a_.together, a_.group - head % a_.group);
-    return {together, together * a_.queries};
+  __device__ __forceinline__ int rows_of(int head) const {
+    return min(a_.together, a_.group - head % a_.group) * a_.queries;
   }
   // Called by one warp.
   __device__ __forceinline__ void produce_segments() const {
@@ -143,6 +143,7 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
     Stages keys, values;
     QueryStages queries;
     Works works;
+    if constexpr (kSeamless) return seamless(keys, values, queries, works);
     while (true) {
       const int tiles = take(works);
       if (row_ == Work::kNoMore) break;
@@ -157,7 +158,7 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
     if constexpr (kPacked) {
       split_ = Work::split(b_);
       b_ = Work::batch(b_);
-      rows_ = row_ == Work::kNoMore ? 0 : rows_of(h_).count;
+      rows_ = row_ == Work::kNoMore ? 0 : rows_of(h_);
     }
     __syncwarp();
     release(work_empty(works.stage()));
@@ -165,13 +166,20 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
     return tiles;
   }
 
-  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
-    float out[kBlocksE][4], s[kBlocksN][4];
+  /// Where the results of a work go.
+  struct Place {
+    int b, h, row;
+  };
+  __device__ __forceinline__ void start(float (&out)[kBlocksE][4]) {
     zero(out);
     softmax_.begin();
     segments_ = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) total_[r] = {-FUSEGRAD_INFINITY, 0.0f};
+  }
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    start(out);
     place_rows();
     if (tiles > 0) {
       if constexpr (kPacked) {
@@ -183,14 +191,56 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
       wait_keys(keys);
       issue_scores(s, queries.stage(), keys.stage);
       const int now = entry_of(keys, 0);
-      segment_ = Entry::column(now) / Config::kSegment;
       draw(now);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       attend(tiles, now, out, s, keys, values, queries);
       wait_output(out, values, true);
     }
-    finish(out, tiles < 0);
+    finish(out, tiles < 0, {b_, h_, row_});
+  }
+
+  /// Computes all works.
+  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    // Warpgroup 0 begins and each hands the turn to the next once its products are queued. Nobody takes the last turn.
+    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    int tiles = begin(s, keys, queries, works);
+    while (row_ != Work::kNoMore) {
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      const Place of{b_, h_, row_};
+      const bool some = tiles > 0, bad = tiles < 0;
+      start(out);
+      if (some) attend(tiles, entry_of(keys, 0), out, s, keys, values, queries);
+      tiles = begin(s, keys, queries, works);
+      wgmma_wait<1>();
+      pin<kBlocksE * 4>(out[0]);
+      if (some) {
+        release(value_empty(values.stage));
+        values.next();
+      }
+      finish(out, bad, of);
+    }
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(s[0]);
+    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+  }
+  /// Takes the next work and issues its first scores. They are unconditional, or the compiler would wait for products:
+  /// without tiles they multiply whatever lies in shared memory, and nobody uses them.
+  __device__ __forceinline__ int begin(float (&s)[kBlocksN][4], const Stages& keys, const QueryStages& queries,
+                                       Works& works) {
+    const int tiles = take(works);
+    if (tiles > 0) {
+      Barrier::wait(query_full(queries.stage()), queries.parity());
+      wait_keys(keys);
+    }
+    issue_scores(s, queries.stage(), keys.stage);
+    if (Config::kDropout && tiles > 0) {
+      dropped_head_.begin(a_.dropout, b_ * a_.heads + h_);
+      draw(entry_of(keys, 0));
+    }
+    return tiles;
   }
 
   /// The thread's first row of the tile, and of the head or heads.
@@ -255,6 +305,7 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
     release(key_empty(keys.stage));
     keys.next();
     if (!kPacked && tiles == 1) release(query_empty(queries.stage()));
+    segment_ = Entry::column(now) / Config::kSegment;
     bool in_flight = false;
 #pragma unroll 1
     for (int i = 1;; ++i) {
@@ -284,10 +335,12 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
       drop(p);
       if (i >= tiles) break;
       wait_keys(keys);
+      if constexpr (kSeamless) named_sync(kTurn + group_, 2 * kWarpgroup);
       issue_scores(s, queries.stage(), keys.stage);
       Barrier::wait(value_full(values.stage), values.parity);
       pin<kBlocksE * 4>(out[0]);
       issue_out(out, p, values.stage);
+      if constexpr (kSeamless) named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
       now = entry_of(keys, i);
       draw(now);
       wgmma_wait<1>();
@@ -483,7 +536,7 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
   }
 
   // A list that is wrong makes the row NaN.
-  __device__ __forceinline__ void finish(float (&out)[kBlocksE][4], bool bad) {
+  __device__ __forceinline__ void finish(float (&out)[kBlocksE][4], bool bad, const Place& of) {
     const float nan = __int_as_float(0x7fffffff);
     const FlexSegmentRow part[2] = {softmax_.row(0), softmax_.row(1)};
     if constexpr (kPacked) {
@@ -495,17 +548,19 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
     } else {
       add_kept<false>(out, part);
       float factor[2];
+      const int first = of.row + first_row() + lane() / 4;
+      const long long place = static_cast<long long>(of.b * a_.heads + of.h) * a_.queries + first;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const FlexSegmentRow row{bad ? nan : total_[r].max, bad ? nan : total_[r].sum};
         const FlexSegmentResult result = segment_result(row, unit(), Config::kDropout ? a_.dropout.scale : 1.0f);
         factor[r] = result.factor;
-        if (lane() % 4 == 0 && is_row(r)) store_segment_lse(a_, at(r), result);
+        if (lane() % 4 == 0 && first + 8 * r < a_.queries) store_segment_lse(a_, place + 8 * r, result);
       }
 #pragma unroll 1  // the same code for both
       for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
-        store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b_, h_, row(0), a_.queries, a_.value_size, out,
-                                       factor, low != 0);
+        store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, of.b, of.h, first, a_.queries, a_.value_size,
+                                       out, factor, low != 0);
       }
     }
   }
