@@ -17,7 +17,7 @@ constexpr int64_t kVocabSegments = 16;
 
 inline int64_t vocab_segment(int64_t vocab) { return (vocab + kVocabSegments - 1) / kVocabSegments; }
 
-/// A product of matrices of one dtype, float32 or float64, whose rows are dense:
+/// A product of matrices of one dtype, whose rows are dense: float32 or float64 on the CPU, 16 bits on CUDA.
 ///   segments 0:  out = a @ b^T + bias,   b [cols, terms]
 ///   else:        out = a @ b,            b [terms, cols], terms in so many segments (a power of two) of `segment`
 ///   terms
@@ -34,6 +34,7 @@ struct Product {
   int64_t out_stride = 0;
   int64_t segment = 0;
   int64_t segments = 0;
+  void* workspace = nullptr;  // as many bytes as RowKernels::product_workspace says; multiples of 16
 };
 
 }  // namespace fusegrad

@@ -1,281 +1,289 @@
-// The head's product with the statistics of its rows, on Hopper: logits = input @ weight^T + bias in bfloat16 or
-// float16, and of each row and each tile of the vocabulary the largest logit and the sums that count from it.
+// The products of the linear losses whose rows have the same bits in every call (losses/product.h), on Hopper, in
+// bfloat16 or float16:
+//   logits   out = a @ b^T + bias,   b [cols, terms]
+//   sums     out = a @ b,            b [terms, cols], over sixteen segments of the terms, which add up by pairs
 //
-// Every element is a chain of one instruction (m64n256k16) over the hidden dimension from 0 on, whatever row of a tile
-// it is in and however many rows there are: rows beyond the last are zeros. A tile's sums over columns are in one
-// order, and head_states_kernel merges tiles in their order and segments by pairs (losses/product.h). So a row's bits
-// depend on the row alone. Few rows are one tile of rows, for which the weight is read once.
+// An element is a chain of one instruction (m64n256k16) over its terms from the first on; what is beyond the last is
+// zero. Rows and columns of the instruction do not see one another, so neither the place in a tile nor what stands
+// beside it changes an element's bits, and tiles may have other sizes where there are few rows. Segments add up by the
+// same pairs whether a CTA has all of a tile or one.
 //
-// CTAs are persistent: a warpgroup of producers copies tiles by TMA, two of consumers multiply, 64 rows each.
+// CTAs are persistent: a warpgroup of producers copies tiles by TMA, each of the others multiplies 64 rows. Up to 64
+// rows are a tile for one, and the weight is read once.
 #pragma once
 
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device::head {
 
-constexpr int kRows = 128, kCols = 256, kDepth = 64, kStages = 4;
-constexpr int kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kInputBytes = kRows * kChunkBytes, kWeightBytes = kCols * kChunkBytes;
-constexpr int kStageBytes = kInputBytes + kWeightBytes;
-// Stages begin at a multiple of 1024; a full and an empty barrier a stage behind them.
-constexpr int kSharedBytes = 1024 + kStages * kStageBytes + 16 * kStages;
+constexpr int kCols = 256, kDepth = 64;
+constexpr int kWeightBytes = kCols * kChunkBytes;
 constexpr int kProducerRegisters = 40;
-/// Tiles of rows that CTAs walk side by side for one tile of the vocabulary, so that both stay in the L2 cache.
+/// Tiles of rows that CTAs walk side by side for one tile of columns, so that both stay in the L2 cache.
 constexpr int kRowGroup = 16;
+constexpr int kSegments = 16, kLevels = 4;
 
-/// What a tile of the vocabulary leaves of each row, [kTileSums, N] floats.
-enum TileSum { kTileMax, kTileSum, kTileDot, kTileSums };
+/// Of CTAs whose tiles have 64 rows for each of so many warpgroups.
+template <int kGroups>
+struct Shape {
+  static constexpr int kRows = 64 * kGroups, kThreads = (1 + kGroups) * kWarpgroup;
+  static constexpr int kStages = kGroups == 1 ? 5 : 4;
+  static constexpr int kInputBytes = kRows * kChunkBytes, kStageBytes = kInputBytes + kWeightBytes;
+  // Stages begin at a multiple of 1024; a full and an empty barrier a stage behind them.
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + 16 * kStages;
+  // What a CTA keeps of a tile's segments until their pairs are there.
+  static constexpr long long kKeptFloats = static_cast<long long>(kLevels) * kRows * kCols;
+};
 
 struct Params {
-  TensorMap input, weight;  // [1, 1, N, H], boxes of kRows and kCols rows of a chunk of columns
-  int rows, hidden, cols;   // cols: of the weight's part of the vocabulary
-  int segment, segments;    // columns of a segment, and how many the part has
-  const void* bias;         // [cols] T, or null
-  void* logits;             // [N, cols] T, or null
-  long long logits_stride;
-  const float* row_scale;  // [N], or null: all 1
-  float scale, cap;        // z = cap * tanh(scale * x / cap); cap 0: none
-  const int* target;       // [N], columns of the part; outside of it: none
-  float* tile_sums;        // [tiles, kTileSums, N]
-  float* at_target;        // [N], zero before the kernel
-  float* states;           // [kTileSums, N]
+  TensorMap a;     // [1, 1, rows, terms], boxes of a tile's rows and kDepth columns
+  TensorMap b;     // logits: [1, 1, cols, terms], boxes of `width` rows and kDepth columns
+                   // sums: [1, segments, terms of one, cols], boxes of kDepth rows and a chunk of columns
+  TensorMap last;  // sums: [1, 1, terms, cols], the last segment that has terms ends where they end
+  int rows, cols, terms;
+  int width;         // columns of a tile, a multiple of 8: kCols, or fewer for logits
+  int segment;       // terms of one; logits: all terms
+  int used;          // segments that have terms, at least 1; logits: 1
+  bool split;        // sums: a CTA has one segment of a tile, and add_parts_kernel adds them up. True for one group
+  const void* bias;  // [cols] T, or null
+  void* out;         // T
+  long long out_stride;
+  float* parts;  // sums, split: [kSegments, rows, cols]; otherwise kKeptFloats a CTA
 };
 
-__host__ __device__ constexpr int tiles_of(int segment) { return (segment + kCols - 1) / kCols; }
-
-// Tile `i` of all: kRowGroup tiles of rows at a time, of these all for a tile of the vocabulary, then the next.
+template <int kGroups>
 struct Place {
-  int row, tile, col, width;
+  int row, col;
+  int first, end;  // segments
+
+  // Item `i` of all: kRowGroup tiles of rows at a time, of these all for a tile of columns, then the next.
+  __device__ __forceinline__ Place(const Params& p, int i) {
+    constexpr int kRows = Shape<kGroups>::kRows;
+    const int row_tiles = (p.rows + kRows - 1) / kRows, col_tiles = (p.cols + p.width - 1) / p.width;
+    const int tile = i % (row_tiles * col_tiles);
+    const int group = tile / (kRowGroup * col_tiles), height = min(kRowGroup, row_tiles - group * kRowGroup);
+    const int rest = tile - group * kRowGroup * col_tiles;
+    row = (group * kRowGroup + rest % height) * kRows;
+    col = rest / height * p.width;
+    first = p.split ? i / (row_tiles * col_tiles) : 0;
+    end = p.split ? first + 1 : kSegments;
+  }
 };
-__device__ __forceinline__ Place place_of(const Params& p, int i) {
-  const int row_tiles = (p.rows + kRows - 1) / kRows, tiles = tiles_of(p.segment) * p.segments;
-  const int group = i / (kRowGroup * tiles), first = group * kRowGroup;
-  const int height = min(kRowGroup, row_tiles - first), rest = i - group * kRowGroup * tiles;
-  Place place;
-  place.row = (first + rest % height) * kRows;
-  place.tile = rest / height;
-  const int segment = place.tile / tiles_of(p.segment), begin = place.tile % tiles_of(p.segment) * kCols;
-  place.col = segment * p.segment + begin;
-  place.width = max(0, min(min(kCols, p.segment - begin), p.cols - place.col));
-  return place;
+template <int kGroups>
+__host__ __device__ __forceinline__ int items_of(const Params& p) {
+  constexpr int kRows = Shape<kGroups>::kRows;
+  return (p.rows + kRows - 1) / kRows * ((p.cols + p.width - 1) / p.width) * (p.split ? kSegments : 1);
+}
+__device__ __forceinline__ int steps_of(const Params& p, int segment) {
+  if (segment >= p.used) return 0;
+  return (min(p.segment, p.terms - segment * p.segment) + kDepth - 1) / kDepth;
 }
 
-template <class T>
-__device__ __forceinline__ void produce(const Params& p, unsigned stages, unsigned full, unsigned empty, int tiles) {
-  Ring<kStages> ring;
-  const int steps = (p.hidden + kDepth - 1) / kDepth;
-  for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
-    const Place place = place_of(p, i);
-    if (place.width == 0) continue;
-    for (int k = 0; k < steps; ++k) {
-      const unsigned stage = stages + ring.stage * kStageBytes, barrier = full + 8 * ring.stage;
-      Barrier::wait(empty + 8 * ring.stage, ring.parity ^ 1);
-      Barrier::expect(barrier, kStageBytes);
-      copy_box(stage, p.input, barrier, k * kDepth, place.row, 0, 0);
-      copy_box(stage + kInputBytes, p.weight, barrier, k * kDepth, place.col, 0, 0);
-      ring.next();
+template <bool kSums, int kGroups>
+__device__ __forceinline__ void produce(const Params& p, unsigned stages, unsigned full, unsigned empty) {
+  using S = Shape<kGroups>;
+  // With one tile of rows no part of b is read again.
+  constexpr Evict kEvict = kGroups == 1 ? Evict::kFirst : Evict::kNormal;
+  Ring<S::kStages> ring;
+  const int items = items_of<kGroups>(p), bytes = S::kInputBytes + (kSums ? kWeightBytes : p.width * kChunkBytes);
+  for (int i = static_cast<int>(blockIdx.x); i < items; i += static_cast<int>(gridDim.x)) {
+    const Place<kGroups> place(p, i);
+    for (int s = place.first; s < (kSums ? place.end : 1); ++s) {
+      const int steps = steps_of(p, s), begin = s * p.segment;
+      for (int k = 0; k < steps; ++k) {
+        const unsigned stage = stages + ring.stage * S::kStageBytes, barrier = full + 8 * ring.stage;
+        Barrier::wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        Barrier::expect(barrier, bytes);
+        // The terms of the next segment meet zeros.
+        copy_box(stage, p.a, barrier, begin + k * kDepth, place.row, 0, 0);
+        const unsigned to = stage + S::kInputBytes;
+        if constexpr (!kSums) {
+          copy_box<kEvict>(to, p.b, barrier, k * kDepth, place.col, 0, 0);
+        } else {
+          const bool last = s == p.used - 1;
+#pragma unroll
+          for (int c = 0; c < kCols / kChunk; ++c) {
+            copy_box<kEvict>(to + c * kDepth * kChunkBytes, last ? p.last : p.b, barrier, place.col + c * kChunk,
+                             k * kDepth + (last ? begin : 0), last ? 0 : s, 0);
+          }
+        }
+        ring.next();
+      }
     }
   }
 }
 
-// z of a stored logit. A cap's tanh(u) = 1 - 2 / (e^2u + 1), from u^3 on where that would cancel.
-template <bool kCapped>
-__device__ __forceinline__ float transformed(float x, float scale, float cap) {
-  const float z = x * scale;
-  if constexpr (!kCapped) return z;
-  const float u = z / cap, square = u * u;
-  const float small = u - u * square * (0.33333333f - square * (0.13333334f - square * 0.053968254f));
-  const float large = 1.0f - __fdividef(2.0f, exp2f(fabsf(u) * 2.8853900817779268f) + 1.0f);
-  return cap * (square < 0.01f ? small : copysignf(large, u));
+/// Stores a warp's rows to `out` [rows, cols].
+template <class T>
+__device__ __forceinline__ void store(const Params& p, int first_row, int col, float (&x)[kCols / 8][4]) {
+  const float ones[2] = {1.0f, 1.0f};
+  // A quarter at a time: words for all columns would take the registers that are left.
+  constexpr int kBlocks = kCols / 32;
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const int first = quarter * kBlocks * 8;
+    const FlexTensor to{static_cast<T*>(p.out) + col + first, 0, 0, p.out_stride, 1};
+    auto& some = reinterpret_cast<float (&)[kBlocks][4]>(x[quarter * kBlocks]);
+    store_rows<false, T>(to, 0, 0, first_row, p.rows, max(0, min(p.width, p.cols - col) - first), some, ones);
+  }
 }
 
-// The sums of a warpgroup's rows. Accumulator 4 j + 2 r + c of a thread is row 8 r of its two, column 8 j + 2 t + c.
-template <class T, bool kCapped>
-__device__ __forceinline__ void finish(const Params& p, const Place& place, int first_row, float (&x)[kCols / 8][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes, t = lane % 4;
-  // Columns are compared as constants with these.
-  const int bound = place.width - 2 * t;
-  const auto* bias = p.bias == nullptr ? nullptr : static_cast<const T*>(p.bias) + place.col + 2 * t;
+template <class T>
+__device__ __forceinline__ void add_bias(const Params& p, int col, float (&x)[kCols / 8][4]) {
+  if (p.bias == nullptr) return;
+  const int from = col + static_cast<int>(threadIdx.x) % 4 * 2;
+  const auto* bias = static_cast<const T*>(p.bias) + from;
 #pragma unroll
   for (int j = 0; j < kCols / 8; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float b = bias != nullptr && 8 * j + c < bound ? score_mod::from_bits(bias[8 * j + c]) : 0.0f;
-      // Rounded as they are stored: who reads them again sees these.
-      x[j][c] = rounded<T>(x[j][c] + b);
-      x[j][2 + c] = rounded<T>(x[j][2 + c] + b);
+      const float b = 8 * j + c < p.cols - from ? score_mod::from_bits(bias[8 * j + c]) : 0.0f;
+      x[j][c] += b;
+      x[j][2 + c] += b;
     }
   }
-  if (p.logits != nullptr) {
-    const float ones[2] = {1.0f, 1.0f};
-    // A quarter at a time: words for all columns would take the registers that are left.
-    constexpr int kBlocks = kCols / 32;
-#pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      const int first = quarter * kBlocks * 8;
-      const FlexTensor to{static_cast<T*>(p.logits) + place.col + first, 0, 0, p.logits_stride, 1};
-      auto& some = reinterpret_cast<float (&)[kBlocks][4]>(x[quarter * kBlocks]);
-      store_rows<false, T>(to, 0, 0, first_row, p.rows, max(0, place.width - first), some, ones);
-    }
-  }
+}
+
+/// A segment's sums of a tile, for add_parts_kernel. Columns are even.
+__device__ __forceinline__ void store_part(const Params& p, int segment, int first_row, int col,
+                                           const float (&x)[kCols / 8][4]) {
+  const int from = col + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + 8 * r;
-    const bool there = row < p.rows;
-    const float scale = p.row_scale != nullptr && there ? p.scale * p.row_scale[row] : p.scale;
-    const int target = there ? p.target[row] - place.col - 2 * t : -1;
-    float largest = -FUSEGRAD_INFINITY, at_target = 0.0f;
-    bool found = false;
+    if (row >= p.rows) continue;
+    float* to = p.parts + (static_cast<long long>(segment) * p.rows + row) * p.cols + from;
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& z = x[j][2 * r + c];
-        z = 8 * j + c < bound ? transformed<kCapped>(z, scale, p.cap) : -FUSEGRAD_INFINITY;
-        largest = fmaxf(largest, z);  // a NaN is one in the sums below
-        if (8 * j + c == target && 8 * j + c < bound) at_target = z, found = true;
-      }
-    }
-    if (found) p.at_target[row] = at_target;
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float from = largest == -FUSEGRAD_INFINITY ? 0.0f : largest;
-    float sum = 0.0f, dot = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kCols / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float away = x[j][2 * r + c] - from, e = exp2f(away * 1.4426950408889634f);
-        sum += e;
-        dot += e == 0.0f ? 0.0f : e * away;
-      }
-    }
-    // a + b = b + a, so all four lanes have the same bits.
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    dot += __shfl_xor_sync(~0u, dot, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    dot += __shfl_xor_sync(~0u, dot, 2);
-    if (there && t == 0) {
-      float* out = p.tile_sums + static_cast<long long>(place.tile) * kTileSums * p.rows + row;
-      out[0] = largest;
-      out[p.rows] = sum;
-      out[2ll * p.rows] = dot;
+      if (8 * j < p.cols - from) *reinterpret_cast<float2*>(to + 8 * j) = {x[j][2 * r], x[j][2 * r + 1]};
     }
   }
 }
 
-template <class T, bool kCapped>
-__device__ __forceinline__ void consume(const Params& p, unsigned stages, unsigned full, unsigned empty, int tiles) {
+/// Segment `s` of a tile, after those before it: adds to it what it is the second of a pair with, and keeps the sum if
+/// it is the first of one. All are there after the last. A thread reads what it wrote.
+template <int kGroups>
+__device__ __forceinline__ void add_pairs(const Params& p, int s, float (&x)[kCols / 8][4]) {
+  constexpr int kThreads = kGroups * kWarpgroup, kBlocks = kCols / 8;
+  auto* kept = reinterpret_cast<float4*>(p.parts + blockIdx.x * Shape<kGroups>::kKeptFloats) + threadIdx.x - kWarpgroup;
+  int level = 0;
+#pragma unroll 1
+  for (; (s >> level & 1) != 0; ++level) {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const float4 first = kept[(level * kBlocks + j) * kThreads];
+      x[j][0] = first.x + x[j][0];
+      x[j][1] = first.y + x[j][1];
+      x[j][2] = first.z + x[j][2];
+      x[j][3] = first.w + x[j][3];
+    }
+  }
+  if (level == kLevels) return;
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    kept[(level * kBlocks + j) * kThreads] = make_float4(x[j][0], x[j][1], x[j][2], x[j][3]);
+  }
+}
+
+template <class T, bool kSums, int kGroups>
+__device__ __forceinline__ void consume(const Params& p, unsigned stages, unsigned full, unsigned empty) {
+  using S = Shape<kGroups>;
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup - 1;
   const int warp = static_cast<int>(threadIdx.x) / kLanes % 4, lane = static_cast<int>(threadIdx.x) % kLanes;
-  Ring<kStages> ring;
-  const int steps = (p.hidden + kDepth - 1) / kDepth;
-  for (int i = static_cast<int>(blockIdx.x); i < tiles; i += static_cast<int>(gridDim.x)) {
-    const Place place = place_of(p, i);
-    if (place.width == 0) continue;
-    float x[kCols / 8][4];
-    zero(x);
-    int before = 0;
-    for (int k = 0; k < steps; ++k) {
-      const unsigned stage = stages + ring.stage * kStageBytes;
-      Barrier::wait(full + 8 * ring.stage, ring.parity);
-      const auto a = descriptor(stage + group * 64 * kChunkBytes, 0), b = descriptor(stage + kInputBytes, 0);
-      pin<kCols / 2>(&x[0][0]);
-      wgmma_fence();
+  Ring<S::kStages> ring;
+  const int items = items_of<kGroups>(p);
+  for (int i = static_cast<int>(blockIdx.x); i < items; i += static_cast<int>(gridDim.x)) {
+    const Place<kGroups> place(p, i);
+    const int row = place.row + group * 64 + warp * 16 + lane / 4;
+    for (int s = place.first; s < (kSums ? place.end : 1); ++s) {
+      float x[kCols / 8][4];
+      zero(x);
+      const int steps = steps_of(p, s);
+      int before = 0;
+      for (int k = 0; k < steps; ++k) {
+        const unsigned stage = stages + ring.stage * S::kStageBytes;
+        Barrier::wait(full + 8 * ring.stage, ring.parity);
+        const auto a = descriptor(stage + group * 64 * kChunkBytes, 0);
+        const auto b = descriptor(stage + S::kInputBytes, kSums ? kDepth * kChunkBytes : 0);
+        pin<kCols / 2>(&x[0][0]);
+        wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kDepth / 16; ++step) {
-        Wgmma<T, kCols, false, false>::run(&x[0][0], advanced(a, 32 * step), advanced(b, 32 * step), true);
+        for (int step = 0; step < kDepth / 16; ++step) {
+          Wgmma<T, kCols, false, kSums>::run(&x[0][0], advanced(a, 32 * step),
+                                             advanced(b, step * (kSums ? 16 * kChunkBytes : 32)), true);
+        }
+        wgmma_commit();
+        // The products of the step before have been read when those of this one alone are under way.
+        wgmma_wait<1>();
+        pin<kCols / 2>(&x[0][0]);
+        Barrier::arrive_if(k > 0 && threadIdx.x % kWarpgroup == 0, empty + 8 * before);
+        before = ring.stage;
+        ring.next();
       }
-      wgmma_commit();
-      // The products of the step before have been read when those of this one alone are under way.
-      wgmma_wait<1>();
+      wgmma_wait<0>();
       pin<kCols / 2>(&x[0][0]);
-      Barrier::arrive_if(k > 0 && threadIdx.x % kWarpgroup == 0, empty + 8 * before);
-      before = ring.stage;
-      ring.next();
+      Barrier::arrive_if(steps > 0 && threadIdx.x % kWarpgroup == 0, empty + 8 * before);
+      if constexpr (!kSums) {
+        add_bias<T>(p, place.col, x);
+        store<T>(p, row, place.col, x);
+      } else if (kGroups == 1 || p.split) {
+        store_part(p, s, row, place.col, x);
+      } else {
+        add_pairs<kGroups>(p, s, x);
+        if (s == kSegments - 1) store<T>(p, row, place.col, x);
+      }
     }
-    wgmma_wait<0>();
-    pin<kCols / 2>(&x[0][0]);
-    Barrier::arrive_if(steps > 0 && threadIdx.x % kWarpgroup == 0, empty + 8 * before);
-    finish<T, kCapped>(p, place, place.row + group * 64 + warp * 16 + lane / 4, x);
   }
 }
 
-template <class T, bool kCapped>
-__global__ void __launch_bounds__(kThreads, 1) head_product_kernel(const __grid_constant__ Params p) {
+template <class T, bool kSums, int kGroups>
+__global__ void __launch_bounds__(Shape<kGroups>::kThreads, 1) head_product_kernel(const __grid_constant__ Params p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using S = Shape<kGroups>;
   extern __shared__ char shared[];
   const unsigned stages = (static_cast<unsigned>(__cvta_generic_to_shared(shared)) + 1023) / 1024 * 1024;
-  const unsigned full = stages + kStages * kStageBytes, empty = full + 8 * kStages;
+  const unsigned full = stages + S::kStages * S::kStageBytes, empty = full + 8 * S::kStages;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < S::kStages; ++i) {
       Barrier::init(full + 8 * i, 1);
-      Barrier::init(empty + 8 * i, kConsumers);
+      Barrier::init(empty + 8 * i, kGroups);
     }
     Barrier::fence_inits();
   }
   __syncthreads();
-  const int tiles = (p.rows + kRows - 1) / kRows * tiles_of(p.segment) * p.segments;
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<T>(p, stages, full, empty, tiles);
+    if constexpr (kGroups > 1) give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce<kSums, kGroups>(p, stages, full, empty);
   } else {
-    take_registers<consumer_registers(kConsumers, kProducerRegisters)>();
-    consume<T, kCapped>(p, stages, full, empty, tiles);
+    if constexpr (kGroups > 1) take_registers<consumer_registers(kGroups, kProducerRegisters)>();
+    consume<T, kSums, kGroups>(p, stages, full, empty);
   }
+#endif
 }
 
-// --- the merge ----------------------------------------------------------------------------------------------
+constexpr int kAddThreads = 256;
 
-struct Sums {
-  float max, sum, dot;
-};
-
-// Of a, and then b. Rounded as it is written: contracted otherwise, the order of the two would count.
-__device__ __forceinline__ Sums merged(const Sums& a, const Sums& b) {
-  Sums both;
-  both.max = a.max >= b.max || a.max != a.max ? a.max : b.max;
-  const auto add = [&](const Sums& s, float& sum, float& dot) {
-    const float away = s.max - both.max;
-    const float factor = s.max == -FUSEGRAD_INFINITY ? 0.0f : exp2f(away * 1.4426950408889634f);
-    sum = __fmul_rn(factor, s.sum);
-    dot = factor == 0.0f ? 0.0f : __fmul_rn(factor, __fadd_rn(s.dot, __fmul_rn(away, s.sum)));
-  };
-  float sum[2], dot[2];
-  add(a, sum[0], dot[0]);
-  add(b, sum[1], dot[1]);
-  both.sum = __fadd_rn(sum[0], sum[1]);
-  both.dot = __fadd_rn(dot[0], dot[1]);
-  return both;
-}
-
-constexpr int kMergeThreads = 128, kMergeLanes = 16;
-
-/// Tiles of each segment in their order, a lane each, then the segments by pairs. Rows of 16 lanes.
-static __global__ void __launch_bounds__(kMergeThreads) head_states_kernel(const __grid_constant__ Params p) {
-  const int lane = static_cast<int>(threadIdx.x) % kMergeLanes;
-  const int row = static_cast<int>(blockIdx.x * kMergeThreads + threadIdx.x) / kMergeLanes;
-  const int tiles = tiles_of(p.segment);
-  Sums sums{-FUSEGRAD_INFINITY, 0.0f, 0.0f};
-  if (row < p.rows && lane < p.segments) {
-    for (int tile = 0; tile < tiles; ++tile) {
-      if (tile * kCols >= p.segment || lane * p.segment + tile * kCols >= p.cols) break;
-      const float* in = p.tile_sums + static_cast<long long>(lane * tiles + tile) * kTileSums * p.rows + row;
-      const Sums next{in[0], in[p.rows], in[2ll * p.rows]};
-      sums = tile == 0 ? next : merged(sums, next);
+/// The segments of each element by pairs: four columns a thread.
+template <class T>
+__global__ void __launch_bounds__(kAddThreads) add_parts_kernel(const __grid_constant__ Params p) {
+  const int fours = p.cols / 4;
+  const long long i = static_cast<long long>(blockIdx.x) * kAddThreads + threadIdx.x, all = 1ll * p.rows * fours;
+  if (i >= all) return;
+  float4 x[kSegments];
+#pragma unroll
+  for (int s = 0; s < kSegments; ++s) x[s] = reinterpret_cast<const float4*>(p.parts)[s * all + i];
+#pragma unroll
+  for (int far = 1; far < kSegments; far *= 2) {
+#pragma unroll
+    for (int s = 0; s < kSegments; s += 2 * far) {
+      x[s].x += x[s + far].x;
+      x[s].y += x[s + far].y;
+      x[s].z += x[s + far].z;
+      x[s].w += x[s + far].w;
     }
   }
-#pragma unroll
-  for (int far = 1; far < kMergeLanes; far *= 2) {
-    const Sums other{__shfl_down_sync(~0u, sums.max, far, kMergeLanes),
-                     __shfl_down_sync(~0u, sums.sum, far, kMergeLanes),
-                     __shfl_down_sync(~0u, sums.dot, far, kMergeLanes)};
-    if (far < p.segments) sums = merged(sums, other);
-  }
-  if (row < p.rows && lane == 0) {
-    p.states[row] = sums.max;
-    p.states[p.rows + row] = sums.sum;
-    p.states[2ll * p.rows + row] = sums.dot;
-  }
+  auto* to = static_cast<T*>(p.out) + i / fours * p.out_stride + i % fours * 4;
+  *reinterpret_cast<uint2*>(to) = {pack(T{}, x[0].x, x[0].y), pack(T{}, x[0].z, x[0].w)};
 }
 
 }  // namespace fusegrad::device::head

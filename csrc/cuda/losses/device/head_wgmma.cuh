@@ -1,22 +1,51 @@
-// WGMMA of head_product.cuh: the instruction names each of its registers. Written by a script, as
-// csrc/cuda/attention/plan/program.cpp writes those of attention.
+// WGMMA of head_product.cuh: the instruction names each of its registers, as csrc/cuda/attention/plan/program.cpp
+// writes those of attention.
 #pragma once
 
 #include "cuda/device/hopper.cuh"
 
-// clang-format off
 namespace fusegrad::device {
-template <>
-struct Wgmma<BFloat16, 256, false, false, false> {
-  static __device__ __forceinline__ void run(float* d, unsigned long long a, unsigned long long b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, p, 1, 1, 0, 0;\n}" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-template <>
-struct Wgmma<Float16, 256, false, false, false> {
-  static __device__ __forceinline__ void run(float* d, unsigned long long a, unsigned long long b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, p, 1, 1, 0, 0;\n}" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-  }
-};
-}
+
+// Registers %i to %(i + 7), and what they are.
+#define FUSEGRAD_EIGHT(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
+#define FUSEGRAD_EIGHT_OF(i)                                                                                  \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+
+// clang-format off
+#define FUSEGRAD_HEAD_WGMMA(T, type, transposed_b, flag)                                                        \
+  template <>                                                                                                   \
+  struct Wgmma<T, 256, false, transposed_b, false> {                                                            \
+    static __device__ __forceinline__ void run(float* d, unsigned long long a, unsigned long long b, bool accumulate) { \
+      asm volatile(                                                                                             \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                         \
+          "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {"                                     \
+          FUSEGRAD_EIGHT(0, 1, 2, 3, 4, 5, 6, 7) "," FUSEGRAD_EIGHT(8, 9, 10, 11, 12, 13, 14, 15) ","           \
+          FUSEGRAD_EIGHT(16, 17, 18, 19, 20, 21, 22, 23) "," FUSEGRAD_EIGHT(24, 25, 26, 27, 28, 29, 30, 31) "," \
+          FUSEGRAD_EIGHT(32, 33, 34, 35, 36, 37, 38, 39) "," FUSEGRAD_EIGHT(40, 41, 42, 43, 44, 45, 46, 47) "," \
+          FUSEGRAD_EIGHT(48, 49, 50, 51, 52, 53, 54, 55) "," FUSEGRAD_EIGHT(56, 57, 58, 59, 60, 61, 62, 63) "," \
+          FUSEGRAD_EIGHT(64, 65, 66, 67, 68, 69, 70, 71) "," FUSEGRAD_EIGHT(72, 73, 74, 75, 76, 77, 78, 79) "," \
+          FUSEGRAD_EIGHT(80, 81, 82, 83, 84, 85, 86, 87) "," FUSEGRAD_EIGHT(88, 89, 90, 91, 92, 93, 94, 95) "," \
+          FUSEGRAD_EIGHT(96, 97, 98, 99, 100, 101, 102, 103) ","                                                \
+          FUSEGRAD_EIGHT(104, 105, 106, 107, 108, 109, 110, 111) ","                                            \
+          FUSEGRAD_EIGHT(112, 113, 114, 115, 116, 117, 118, 119) ","                                            \
+          FUSEGRAD_EIGHT(120, 121, 122, 123, 124, 125, 126, 127)                                                \
+          "}, %128, %129, p, 1, 1, 0, " flag ";\n}"                                                             \
+          : FUSEGRAD_EIGHT_OF(0), FUSEGRAD_EIGHT_OF(8), FUSEGRAD_EIGHT_OF(16), FUSEGRAD_EIGHT_OF(24),           \
+            FUSEGRAD_EIGHT_OF(32), FUSEGRAD_EIGHT_OF(40), FUSEGRAD_EIGHT_OF(48), FUSEGRAD_EIGHT_OF(56),         \
+            FUSEGRAD_EIGHT_OF(64), FUSEGRAD_EIGHT_OF(72), FUSEGRAD_EIGHT_OF(80), FUSEGRAD_EIGHT_OF(88),         \
+            FUSEGRAD_EIGHT_OF(96), FUSEGRAD_EIGHT_OF(104), FUSEGRAD_EIGHT_OF(112), FUSEGRAD_EIGHT_OF(120)       \
+          : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                                                 \
+    }                                                                                                           \
+  };
 // clang-format on
+
+FUSEGRAD_HEAD_WGMMA(BFloat16, "bf16", false, "0")
+FUSEGRAD_HEAD_WGMMA(BFloat16, "bf16", true, "1")
+FUSEGRAD_HEAD_WGMMA(Float16, "f16", false, "0")
+FUSEGRAD_HEAD_WGMMA(Float16, "f16", true, "1")
+#undef FUSEGRAD_HEAD_WGMMA
+#undef FUSEGRAD_EIGHT_OF
+#undef FUSEGRAD_EIGHT
+
+}  // namespace fusegrad::device

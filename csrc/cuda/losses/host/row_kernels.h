@@ -13,5 +13,8 @@ void row_sum(const RowSum& p, DType dtype, void* stream);
 void row_jsd(const RowJsd& p, DType dtype, void* stream);
 void row_tangents(const RowTangents& p, DType dtype, void* stream);
 void row_jsd_tangents(const RowJsdTangents& p, DType dtype, void* stream);
+void product(const Product& p, DType dtype, void* stream);
+bool product_takes(DType dtype, int64_t hidden);
+int64_t product_workspace(const Product& p);
 
 }  // namespace fusegrad::cuda
