@@ -345,6 +345,9 @@ struct RowKernels {
   void (*part)(const RowPart&, DType, void* stream) = nullptr;
   void (*whole)(const RowWhole&, DType, void* stream) = nullptr;
   void (*product)(const Product&, DType, void* stream) = nullptr;
+  // Whether it takes matrices of this dtype with so many hidden features; null: all.
+  bool (*product_takes)(DType, int64_t hidden) = nullptr;
+  int64_t (*product_workspace)(const Product&) = nullptr;  // bytes; null: none
 };
 
 extern const RowKernels kCpuRowKernels;

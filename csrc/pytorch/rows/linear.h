@@ -122,8 +122,10 @@ struct Sum {
 };
 
 /// Rows of logits with their padding, and without it.
-inline at::Tensor padded_logits(int64_t rows, int64_t columns, const at::TensorOptions& options) {
-  return empty_result({rows, logits_row_elements(columns, static_cast<int64_t>(options.dtype().itemsize()))}, options);
+inline at::Tensor padded_logits(int64_t rows, int64_t columns, const at::TensorOptions& options,
+                                int64_t unit = kLogitsUnit) {
+  const auto size = static_cast<int64_t>(options.dtype().itemsize());
+  return empty_result({rows, logits_row_elements(columns, size, unit)}, options);
 }
 inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorOptions& options) {
   return part(padded_logits(rows, columns, options), 1, 0, columns);

@@ -131,7 +131,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   sizes.low_precision_result = linear_weight.scalar_type() != linear.accumulate_dtype.value_or(acc);
   sizes.by_columns = !shards;
   auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
-  const auto fixed = FixedProducts::of("linear_cross_entropy", options.aux, input.device(), shards, vocab);
+  const auto fixed = FixedProducts::of("linear_cross_entropy", options.aux, linear_weight, dtype, shards, vocab);
   plan.rows = keep ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, fixed.tile);
   const bool over_rows = any_gradient && plan.columns == 0;
 
@@ -151,7 +151,8 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   chunks.set_shards(shards, linear.accumulate_dtype);
   auto kept = at::empty({0}, input.options());
   if (vocab != 0 || keep) {
-    const auto padded = padded_logits(std::min(plan.rows, rows), columns, input.options().dtype(dtype));
+    const auto padded = padded_logits(std::min(plan.rows, rows), columns, input.options().dtype(dtype),
+                                      fixed ? kLogitsLine : kLogitsUnit);
     const auto buffer = part(padded, 1, 0, columns);
     if (keep) {
       kept = padded;
@@ -198,7 +199,7 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
   job.resume(call.lse, call.stats, call.scales);
   const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, linear_weight.size(0)), inplace} : Kept();
   const Head head(linear_weight, linear_bias, dtype);
-  const auto fixed = FixedProducts::of("linear_cross_entropy", call.options.aux, input.device(), shards,
+  const auto fixed = FixedProducts::of("linear_cross_entropy", call.options.aux, linear_weight, dtype, shards,
                                        shards ? shards.vocab() : linear_weight.size(0));
   if (fixed || shards) {
     LinearSizes sizes;

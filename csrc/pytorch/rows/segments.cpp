@@ -39,8 +39,22 @@ VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab) {
   return nodes;
 }
 
+namespace {
+
+// Rows as the product takes them. CUDA's copies whole units of 16 bytes.
+Tensor product_rows(const Tensor& matrix) {
+  const auto rows = dense_rows(matrix);
+  if (rows.is_cpu()) return rows;
+  constexpr int64_t kUnit = 16;
+  const bool fits = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kUnit == 0 && rows.stride(0) >= rows.size(1) &&
+                    rows.stride(0) * rows.element_size() % kUnit == 0;
+  return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace
+
 void fixed_product(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor& bias, const VocabNodes& nodes) {
-  const auto left = dense_rows(a), right = dense_rows(b), added = bias.defined() ? bias.contiguous() : bias;
+  const auto left = product_rows(a), right = product_rows(b), added = bias.defined() ? bias.contiguous() : bias;
   TORCH_INTERNAL_ASSERT(out.size(1) <= 1 || out.stride(1) == 1);
   const auto dtype = out.scalar_type();
   TORCH_INTERNAL_ASSERT(left.scalar_type() == dtype && right.scalar_type() == dtype);
@@ -60,6 +74,11 @@ void fixed_product(const Tensor& out, const Tensor& a, const Tensor& b, const Te
     p.segments = std::max<int64_t>(nodes.mine().segments, 1);
   }
   const auto device = row_device(out.device());
+  Tensor room;
+  if (device.kernels->product_workspace != nullptr) {
+    room = at::empty({device.kernels->product_workspace(p)}, out.options().dtype(at::kByte));
+    p.workspace = room.data_ptr();
+  }
   device.kernels->product(p, to_dtype(dtype), device.stream);
 }
 

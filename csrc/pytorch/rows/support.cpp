@@ -28,7 +28,8 @@ LinearSizes linear_sizes(const Call& call) {
 template <class Call>
 FixedProducts fixed_products(const Call& call) {
   const int64_t vocab = call.shards ? call.shards.vocab() : call.linear_weight.size(0);
-  return FixedProducts::of("linear_cross_entropy", call.aux, call.input.device(), call.shards, vocab);
+  return FixedProducts::of("linear_cross_entropy", call.aux, call.linear_weight, product_type(call.input), call.shards,
+                           vocab);
 }
 
 Tensor support_logits(const SupportLogits& call) {

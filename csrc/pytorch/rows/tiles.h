@@ -18,9 +18,13 @@ struct FixedProducts {
   int64_t tile = 0;  ///< libraries' products, of so many rows each: what a device without products of ours has
   VocabNodes nodes;  ///< else ours, with sums over the vocabulary by these
 
-  static FixedProducts of(const char* op, int64_t aux, const at::Device& device, const Shards& shards, int64_t vocab) {
+  /// Of a head's weight, or this process's part of it, in the products' dtype; `vocab` are the columns of all.
+  static FixedProducts of(const char* op, int64_t aux, const at::Tensor& weight, at::ScalarType dtype,
+                          const Shards& shards, int64_t vocab) {
     if ((aux & kBatchInvariant) == 0) return {};
-    if (row_device(device).kernels->product != nullptr) return {0, vocab_nodes(op, shards, vocab)};
+    const auto& kernels = *row_device(weight.device()).kernels;
+    const bool takes = kernels.product_takes == nullptr || kernels.product_takes(to_dtype(dtype), weight.size(1));
+    if (kernels.product != nullptr && takes) return {0, vocab_nodes(op, shards, vocab)};
     // Few rows make products slow, and many make small calls slow, whose rows are filled up (docs/losses.md).
     return {512, {}};
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import fusegrad
@@ -9,11 +10,12 @@ import pytest
 import torch
 from coverings import rows_of
 from fusegrad import Aux, reference
-from support import DEVICE_DTYPES, assert_as_good_as_eager, gradients
+from support import DEVICE_DTYPES, DEVICES, acc_of, assert_as_good_as_eager, gradients
 from test_aux_gradients import AUX, compare
 from torch import Tensor
 
 ROWS = {"cpu": 150, "cuda": 1100}  # on CUDA two whole tiles and a part of one
+cuda_only = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"softcap": 5.0, "bias": True},
@@ -107,41 +109,62 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
     return found.contiguous().view(kind).equal(expected.contiguous().view(kind))
 
 
-@rows_of("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_walk(dtype: torch.dtype) -> None:
-    """Rows alone, in chunks, in other orders, between rows of padding, with other budgets, outputs and threads, kept
-    and recomputed: sizes that are no multiples of any block, and sums of several blocks."""
-    torch.manual_seed(0)
-    rows, width, vocab = 300, 530, 3001
-    hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(vocab, width).mul(0.2).to(dtype)
-    target = torch.randint(0, vocab, (rows,))
-    target[::11] = -100
+Check = Callable[[str, Sequence[Tensor | None], Tensor | slice], None]
+
+
+def walk(hidden: Tensor, weight: Tensor, target: Tensor) -> Check:
+    """Rows alone, in chunks, in other orders, between rows of padding, with other budgets and outputs, kept and
+    recomputed. Returns what compares results of some rows with those of all."""
+    rows, width, device = len(hidden), hidden.size(1), hidden.device
     packed = scored(hidden, weight, target)
 
-    def check(name: str, found: list[Tensor], index: Tensor | slice) -> None:
+    def check(name: str, found: Sequence[Tensor | None], index: Tensor | slice) -> None:
         for i, (ours, whole) in enumerate(zip(found, packed, strict=True)):
             assert ours is None or same_bits(ours, whole[index]), f"{name}: result {i}"
 
-    for size in (1, 7, 64, 100):
+    for size in (1, 7, 64, 100, 129):
         starts = range(0, rows, size) if size > 7 else (0, 77, rows - size)
         for start in starts:
             part = slice(start, start + size)
             check(f"rows {start} to {start + size}", scored(hidden[part], weight, target[part]), part)
-    order = torch.randperm(rows)
+    order = torch.randperm(rows).to(device)
     check("permuted", scored(hidden[order], weight, target[order]), order)
-    many = torch.arange(1000) % rows
+    many = torch.arange(1000, device=device) % rows
     check("1000 rows", scored(hidden[many], weight, target[many]), many)
-    padded, labels = torch.full((2 * rows, width), torch.nan, dtype=dtype), torch.full((2 * rows,), -100)
+    padded = torch.full((2 * rows, width), torch.nan, dtype=hidden.dtype, device=device)
+    labels = torch.full((2 * rows,), -100, device=device)
     padded[1::2], labels[1::2] = hidden, target
     check("padded", [t[1::2] for t in scored(padded, weight, labels)], slice(None))
     for budget in (0, 1, 2, 64):
         check(f"workspace_mib={budget}", scored(hidden, weight, target, workspace_mib=budget), slice(None))
-    into = torch.zeros(vocab, width, dtype=packed[0].dtype)
+    into = torch.zeros(weight.shape, dtype=packed[0].dtype, device=device)
     check("into a buffer", scored(hidden, weight, target, grad_weight_into=into), slice(None))
     strided = weight.t().contiguous().t()
     check("a transposed weight", scored(hidden, strided, target), slice(None))
     alone = scored(hidden, weight, target, return_entropy=False)
     assert same_bits(alone[0], packed[0])
+    odd = torch.cat([hidden[:, :3], hidden], 1)[:, 3:]
+    for index in (slice(None), slice(5, 6), order):
+        for states in (hidden[index], odd[index]):
+            found = torch.ops.fusegrad.linear_log_prob_forward(states, weight, target[index])
+            check("an engine's call", [found[0], found[1], None], index)
+    return check
+
+
+def walk_inputs(device: str, dtype: torch.dtype, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    rows, width, vocab = sizes
+    hidden, weight = torch.randn(rows, width).to(dtype), torch.randn(vocab, width).mul(0.2).to(dtype)
+    target = torch.randint(0, vocab, (rows,))
+    target[::11] = -100
+    return hidden.to(device), weight.to(device), target.to(device)
+
+
+@rows_of("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_walk(dtype: torch.dtype) -> None:
+    """Sizes that are no multiples of any block, and sums of several blocks; on any number of threads too."""
+    hidden, weight, target = walk_inputs("cpu", dtype, (300, 530, 3001))
+    check = walk(hidden, weight, target)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3, 5):
@@ -150,9 +173,64 @@ def test_walk(dtype: torch.dtype) -> None:
             check(f"{count} threads, one row", scored(hidden[40:41], weight, target[40:41]), slice(40, 41))
     finally:
         torch.set_num_threads(threads)
-    for index in (slice(None), slice(5, 6), order):
-        found = torch.ops.fusegrad.linear_log_prob_forward(hidden[index], weight, target[index])
-        check("an engine's call", [found[0], found[1], packed[2][index]], index)
+
+
+@cuda_only
+@rows_of(
+    "dtype, sizes",
+    [
+        (torch.bfloat16, (300, 528, 20011)),  # rows of logits begin anywhere in a line
+        (torch.float16, (300, 528, 20011)),
+        (torch.bfloat16, (300, 530, 3001)),  # rows that TMA does not copy
+        (torch.bfloat16, (4300, 1032, 1003)),  # more tiles of the gradient than multiprocessors
+        (torch.float32, (300, 528, 20011)),
+    ],
+)
+def test_walk_on_a_gpu(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    walk(*walk_inputs("cuda", dtype, sizes))
+
+
+@cuda_only
+@rows_of("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_on_a_gpu(dtype: torch.dtype) -> None:
+    """Against plain formulas, where the sums over the vocabulary are split among multiprocessors and where not."""
+    for rows, width, vocab in ((3, 1032, 1003), (100, 264, 2051), (4300, 1032, 1003)):
+        hidden, weight, target = walk_inputs("cuda", dtype, (rows, width, vocab))
+
+        def plain(h: Tensor, w: Tensor, y: Tensor = target) -> Tensor:
+            log_p = torch.nn.functional.linear(h, w).to(acc_of(h.dtype)).log_softmax(-1)
+            kept = y.ne(-100)
+            picked = log_p.gather(1, y.masked_fill(~kept, 0)[:, None])[:, 0]
+            return (picked + 0.3 * (log_p.exp() * log_p).sum(-1)).masked_fill(~kept, 0)
+
+        values: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        for kind in (dtype, torch.float64):
+            leaf = hidden.to(kind, copy=True).requires_grad_()
+            value = plain(leaf, weight.to(kind))
+            values[kind] = (value.detach(), *torch.autograd.grad(value.sum(), leaf))
+        log_prob, entropy, gradient = scored(hidden, weight, target)
+        found = (log_prob - 0.3 * entropy, gradient)
+        names, right = ("value", "gradient"), values[torch.float64]
+        for name, ours, eager, truth in zip(names, found, values[dtype], right, strict=True):
+            assert_as_good_as_eager(ours, eager, truth, f"{rows} rows: {name}")
+
+
+@cuda_only
+def test_in_a_cuda_graph() -> None:
+    hidden, weight, target = walk_inputs("cuda", torch.bfloat16, (300, 528, 20011))
+    op = torch.ops.fusegrad.linear_log_prob_forward
+    whole = op(hidden, weight, target)
+    for rows in (1, 100):
+        states, labels = hidden[:rows].clone(), target[:rows].clone()
+        op(states, weight, labels)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = op(states, weight, labels)
+        states.copy_(hidden[-rows:]), labels.copy_(target[-rows:])
+        graph.replay()
+        for found, expected in zip(captured, whole, strict=True):
+            assert same_bits(found, expected[-rows:])
 
 
 @rows_of("dtype", [torch.float32, torch.float64])

@@ -108,7 +108,16 @@ void row_sum(const RowSum& p, DType, void* stream) { launch("sum_kernel", sum_ke
 
 namespace fusegrad {
 
-const RowKernels kCudaRowKernels = {cuda::row_forward, cuda::row_gradient, cuda::row_scales,   cuda::row_sum,
-                                    cuda::row_scaling, cuda::row_jsd,      cuda::row_tangents, cuda::row_jsd_tangents};
+const RowKernels kCudaRowKernels = {.forward = cuda::row_forward,
+                                    .gradient = cuda::row_gradient,
+                                    .scales = cuda::row_scales,
+                                    .sum = cuda::row_sum,
+                                    .scaling = cuda::row_scaling,
+                                    .jsd = cuda::row_jsd,
+                                    .tangents = cuda::row_tangents,
+                                    .jsd_tangents = cuda::row_jsd_tangents,
+                                    .product = cuda::product,
+                                    .product_takes = cuda::product_takes,
+                                    .product_workspace = cuda::product_workspace};
 
 }  // namespace fusegrad
