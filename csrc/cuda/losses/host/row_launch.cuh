@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
@@ -53,7 +52,7 @@ struct Rows {
   const void* input = nullptr;
   int64_t stride = 0;
   bool gradient = false;
-  bool spread = true;  // few rows may be spread over more CTAs, which add up in another order
+  bool spread = true;  // few rows may be spread over more CTAs, which add up in another order; false: all rows are
 };
 
 template <class Loss, class T, int kWidth>
@@ -77,8 +76,8 @@ void launch_rows(const Rows& r, const typename Loss::Params& p, const typename L
   constexpr bool kOnePass = requires { Loss::kOnePass; };
   const bool lines = is_aligned(r.input, r.stride, sizeof(T), device::kLineBytes);
   constexpr bool kTopK = requires { Loss::kTopK; };
-  constexpr int kMark = kTopK ? 1 : 0;  // bytes beside each vector
-  const int64_t rows = r.spread ? r.rows : std::numeric_limits<int32_t>::max();
+  constexpr int kMark = kTopK ? 1 : 0;         // bytes beside each vector
+  const int64_t rows = r.spread ? r.rows : 1;  // one alone is spread, and so are all
   const auto shape = choose_shape(current_device(), rows, lines ? count(0) : count(device::kLineBytes),
                                   Loss::kInputs * kWidth * sizeof(T) + kMark,
                                   (r.gradient && !kOnePass) || Loss::kSecondPass, kMayBulk);
