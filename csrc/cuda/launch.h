@@ -26,6 +26,7 @@ struct Device {
   int shared_bytes = 0;  // a CTA may have, opted in
   int shared_of_multiprocessor = 0;
   int cluster = 1;  // CTAs a cluster may have
+  int compute_capability = 0;  // 90: 9.0
 };
 
 inline const Device& current_device() {
@@ -38,10 +39,12 @@ inline const Device& current_device() {
   auto& device = devices[index];
   std::call_once(known[index], [&] {
     Device found;
-    int clusters = 0, major = 0;
+    int clusters = 0, major = 0, minor = 0;
     check(cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "a query");
     check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, index), "a query");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "a query");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "a query");
+    found.compute_capability = 10 * major + minor;
     check(cudaDeviceGetAttribute(&found.shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index),
           "a query");
     // 16 on the GPUs of data centres (9.0, 10.x).

@@ -302,10 +302,11 @@ struct HopperGradBuffersMemory {
   struct Sizes {
     int rows, cols, head, value, stages;
     bool narrow;
-    int kept;
+    int line_bytes, kept;
   };
   Region query, grad_out, key, value;
   Region statistics;  // of a stage's rows
+  Region lines;       // of a stage, of what the score_mod reads by keys or diagonals
   Region kept;        // what the score_mod reads for each pair by itself, in float
   Region barriers;    // full and empty of stages
 
@@ -315,7 +316,8 @@ struct HopperGradBuffersMemory {
         key(grad_out.then(swizzled_tile_bytes(s.cols, s.head, s.narrow), s.stages)),
         value(key.then(swizzled_tile_bytes(s.cols, s.value, s.narrow), s.stages)),
         statistics(value.then(kRowStatisticsBytes * s.rows, s.stages)),
-        kept(statistics.then(4 * s.rows * s.cols, s.kept)),
+        lines(statistics.then(s.line_bytes, s.stages)),
+        kept(lines.then(4 * s.rows * s.cols, s.kept)),
         barriers(kept.then(kBarrierBytes, 2 * s.stages)) {}
   constexpr int bytes() const { return barriers.end(); }
 };

@@ -72,8 +72,9 @@ std::vector<FlexTile> hopper_tiles(const FlexCase& c) {
   };
   if (c.few_rows > 0) return {with_stages({64, cols, 8, 1, false, HopperTile{}}, 6)};
   const bool small = std::max(head_cols(c), value_cols(c)) <= kHopperCols;
-  // A thread has 160 registers then.
-  const int groups = small && masks_alone(c) && c.forward_rows >= 192 ? 3 : 2;
+  // A thread has 160 registers then. With a mask three groups are slower.
+  const bool plain = c.score_mod.text.empty() && c.mask_mod.text.empty();
+  const int groups = small && plain && c.forward_rows >= 192 ? 3 : 2;
   std::vector<FlexTile> found;
   const auto add = [&](bool boxes, int lines, int read_stages) {
     FlexTile tile{64 * groups, cols, 4 * (groups + 1), 2, boxes, HopperTile{.line_bytes = lines}};

@@ -31,6 +31,7 @@ int shared_bytes(const FlexCase& c, const FlexTile& t) {
                                             .value = value,
                                             .stages = t.stages,
                                             .narrow = narrow_heads(c, t),
+                                            .line_bytes = t.hopper().line_bytes,
                                             .kept = kept_reads(c)})
         .bytes();
   }
@@ -47,6 +48,11 @@ int contributions(const FlexCase& c) {
   return static_cast<int>(score_mod::cached_derivative(c.score_mod.text, c.wants_grad)->contributions().size());
 }
 
+// Room for two lines by keys and one by diagonals.
+int line_bytes(const FlexCase& c) {
+  return reads_by(c.score_mod, {score_mod::Reads::kKey, score_mod::Reads::kDiagonal}) ? 2 << 10 : 0;
+}
+
 // Reads from the L2 cache limit it at small heads: taller tiles read each batch's keys fewer times. They must fit the
 // shared memory of every GPU.
 FlexTile tile_of(const FlexCase& c, const std::string& architecture) {
@@ -55,7 +61,7 @@ FlexTile tile_of(const FlexCase& c, const std::string& architecture) {
   const bool hopper = architecture == "90a" && forced_family() != FlexFamily::kPortable && cols <= kHopperCols;
   // Sums of a second contribution would not fit the registers.
   if (hopper && long_queries && c.most_keys != 64 && one && contributions(c) == 1)
-    return {128, 128, 12, cols <= 32 ? 4 : 2, false, HopperTile{}};
+    return {128, 128, 12, cols <= 32 ? 4 : 2, false, HopperTile{.line_bytes = line_bytes(c)}};
   return long_queries && one && cols <= 32 ? FlexTile{128, 64, 8} : FlexTile{64, 64, 4};
 }
 // CTAs of a multiprocessor, by registers.
@@ -76,6 +82,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   if (f.hopper()) {
     text.number("kGroups", f.groups);
     text.number("kStages", f.tile.stages);
+    text.number("kLineBytes", f.tile.hopper().line_bytes);
     text.choice("kNarrow", f.narrow);
   } else {
     text.choice("kSplit", splits_products(c));

@@ -1,7 +1,8 @@
 // The gradients of captured buffers by themselves, as portable.cuh, for sm_90a: a CTA has kRows queries by
 // kCols keys of one query head, 64 queries a consumer warpgroup, and walks batches, whose contributions to one buffer
-// it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead. A
-// warpgroup's keys are two halves: the products of one run beside the pairs of the other.
+// it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead, and a
+// warp beside it the lines that the score_mod reads (TileLines), into kLineBytes of a stage. A warpgroup's keys are two
+// halves: the products of one run beside the pairs of the other.
 //
 // portable.cuh describes kPartialSums and the order of CTAs, backward/hopper_tiles.cuh kNarrow and kGroups.
 #pragma once
@@ -13,6 +14,32 @@
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
+
+/// The reads of pairs that have no lines.
+struct NoLines {
+  __device__ __forceinline__ NoLines(unsigned, int, int) {}
+  __device__ __forceinline__ NoLines at(int, int) const { return *this; }
+};
+template <class Kept, class Lines>
+struct KeptOrLineReads : Kept {
+  Lines lines;
+  template <int k, class Element>
+  __device__ __forceinline__ auto read(const Element* p, bool valid) const {
+    if constexpr (kSame<Lines, NoLines>) {
+      return Kept::template read<k>(p, valid);
+    } else {
+      return lines.template read<k>(p, valid);
+    }
+  }
+};
+template <bool kLines, class Lines>
+struct LineReadsIf {
+  using Type = typename Lines::Reads;
+};
+template <class Lines>
+struct LineReadsIf<false, Lines> {
+  using Type = NoLines;
+};
 
 template <class Config>
 class FlexGradBuffersHopper {
@@ -28,12 +55,16 @@ class FlexGradBuffersHopper {
   static_assert(!Config::kBlocks && !Config::kDropout && Config::kHead <= kChunk && Config::kValue <= kChunk);
   using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true, Config::kGrouped>;
   using Batches = BatchWalk<Config::kGrouped>;
+  using Lines = TileLines<ScoreMod, Config::kRows, Config::kCols, kLanes>;
+  static constexpr bool kLines = Lines::all() && 4 * Lines::kWords <= Config::kLineBytes;
+  using LineReads = typename LineReadsIf<kLines, Lines>::Type;
   static constexpr HopperGradBuffersMemory kMemory{{.rows = Config::kRows,
                                                     .cols = Config::kCols,
                                                     .head = Config::kHead,
                                                     .value = Config::kValue,
                                                     .stages = Config::kStages,
                                                     .narrow = Config::kNarrow,
+                                                    .line_bytes = Config::kLineBytes,
                                                     .kept = Kept::kCount}};
   static_assert(Kept::kBytes == kMemory.kept.bytes());
 
@@ -56,7 +87,7 @@ class FlexGradBuffersHopper {
     col_ = place % tiles % col_tiles * Config::kCols;
     if (threadIdx.x == 0) {
       for (int s = 0; s < Config::kStages; ++s) {
-        Barrier::init(full(s), 1);
+        Barrier::init(full(s), kLines ? 2 : 1);
         Barrier::init(empty(s), kThreads / kLanes);
       }
       Barrier::fence_inits();
@@ -64,7 +95,11 @@ class FlexGradBuffersHopper {
     __syncthreads();
     if (__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == Config::kGroups) {
       give_registers<24>();
-      if (threadIdx.x == kThreads) produce(batches);
+      if (threadIdx.x == kThreads) {
+        produce(batches);
+      } else if (kLines && threadIdx.x / kLanes == kThreads / kLanes + 1) {
+        bring_lines(batches);
+      }
     } else {
       take_registers<240>();
       const bool masked = far_ || row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
@@ -125,7 +160,26 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
+  __device__ __forceinline__ void bring_lines(const Batches& batches) const {
+    Counted<Config::kStages> i;
+    for (int b = batches.first; b < batches.end; b += batches.step, i.next()) {
+      Lines lines;
+      lines.load(score_, b, h_, row_, col_, lane());
+      Barrier::wait(empty(i.stage()), i.parity() ^ 1);
+      lines.store(piece(kMemory.lines, i.stage()), lane());
+      __syncwarp();
+      if (lane() == 0) Barrier::arrive(full(i.stage()));
+    }
+    Barrier::wait(empty(i.stage()), i.parity() ^ 1);
+    if (lane() == 0) Barrier::arrive(full(i.stage()));
+  }
+
   __device__ __forceinline__ bool is_far(int b) const { return far_ && head_has_far(a_, b * a_.heads + h_); }
+  // Called by each warp when all its lanes are done with the stage.
+  __device__ __forceinline__ void release(int s) const {
+    __syncwarp();
+    if (lane() == 0) Barrier::arrive(empty(s));
+  }
   /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none. Without kMasked there are
   /// no far rows.
   template <bool kMasked, bool kFar>
@@ -147,14 +201,15 @@ class FlexGradBuffersHopper {
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
       goes_on = next < batches.end && (!kMasked || is_far(next) == kFar);
-      add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b);
+      const LineReads lines(piece(kMemory.lines, s), first_row(), lane() % 4 * 2);
+      add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b, lines);
       wait_products(score[1], grad[1]);
-      __syncwarp();
-      if (lane() == 0) Barrier::arrive(empty(s));
+      if constexpr (!kLines) release(s);
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
       multiply(score[0], grad[0], i.stage(), 0);
-      add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b);
+      add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b, lines);
+      if constexpr (kLines) release(s);
       wait_products(score[0], grad[0]);
       b = next;
     }
@@ -180,15 +235,16 @@ class FlexGradBuffersHopper {
   }
   template <bool kMasked, bool kFar, int kWhich>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
-                                            const FlexQuery (&rows)[2], int b) {
+                                            const FlexQuery (&rows)[2], int b, const LineReads& lines) {
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       const int n = kWhich * kHalf + i;
-      auto reads = Kept::reads(shared_ + kMemory.kept.offset, n);
+      KeptOrLineReads<typename Kept::Reads, LineReads> reads{Kept::reads(shared_ + kMemory.kept.offset, n), lines};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[2], p;
         reads.e = e;
+        reads.lines = lines.at(e / 2 * 8, n * 8 + e % 2);
         FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
                                                        query(e), key(n, e), !kMasked || is_inside(n, e), p, value,
                                                        reads);

@@ -32,7 +32,7 @@ struct HopperTile {
   int key_stages = 1;       ///< backward: tiles of keys
   int parts = 1;            ///< of a tile's rows, each with a kind (device::FlexTileKind) of its own
   int read_stages = 0;      ///< tiles of what mods read
-  int line_bytes = 0;       ///< forward: of such a stage, for lines
+  int line_bytes = 0;       ///< forward and gradients of buffers: of a stage, for lines
   int maps = 0;             ///< reads of pairs that TMA copies into boxes
   bool own_places = false;  ///< backward: TMA stores dK and dV from places of their own
   bool kept_sums = false;   ///< forward: sums of segments are kept in shared memory, not in global

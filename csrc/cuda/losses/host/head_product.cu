@@ -112,7 +112,7 @@ bool product_takes(DType dtype, int64_t hidden) {
 #ifdef FUSEGRAD_SM90A
   // TMA copies rows that begin at multiples of 16 bytes.
   return (dtype == DType::kBFloat16 || dtype == DType::kFloat16) && hidden > 0 && hidden % 8 == 0 &&
-         jit::Driver::get().compute_capability() == 90;
+         current_device().compute_capability == 90;
 #else
   (void)dtype, (void)hidden;
   return false;
