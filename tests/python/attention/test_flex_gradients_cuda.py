@@ -468,6 +468,29 @@ def test_columns_of_batches_that_contribute_little_and_much(
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_one_table_of_two_that_suddenly_gets_much(deterministic: bool) -> None:
+    """A batch beyond one table's limit is computed again, and counts once for the other table too."""
+    batches, length, few = 800, 49, 32
+    t, u = torch.randn(600, 4, requires_grad=True), torch.randn(40, 4, requires_grad=True)
+    places = torch.randint(600, (batches, length, length), dtype=torch.int32)
+    given = [*inputs(batches, 4, length, length, 24), t, u]
+    upstream = torch.randn_like(given[0])
+    upstream[batches // 2 :, :, few:] *= 100
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        place = places[b, q, kv]
+        return torch.where(q < few, s + tables[1][place % 40, h], s) + tables[0][place, h]
+
+    tables = given[3:]
+    out = flex_attention(*given[:3], score_mod, deterministic=deterministic)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    tables = wide[3:]
+    truths = torch.autograd.grad(dense(*wide[:3], score_mod).out, wide, upstream.double())
+    for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("batches", [3, 40])
 def test_columns_of_tables_in_place(batches: int, deterministic: bool) -> None:
     """A CTA that computes a batch again needs its keys, whose place their gradient takes."""

@@ -168,7 +168,9 @@ class FlexBufferSums {
   }
   /// Called by a team's threads: adds the tile's sums to their elements. (q, kv): the tile's first pair.
   __device__ __forceinline__ void flush(int b, int h, int q, int kv, int parity = 0) {
-    each_.for_each([&](auto& sum) { sum.flush(b, h, q, kv, parity); });
+    // Of one contribution beyond its limit all are computed again: none may add now.
+    const bool again = must_repeat();
+    each_.for_each([&](auto& sum) { sum.flush(b, h, q, kv, parity, again); });
   }
   /// Called after the tiles of a query head. kv: the thread's first key.
   __device__ __forceinline__ void end_head(int b, int h, int kv) {

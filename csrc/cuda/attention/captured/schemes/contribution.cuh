@@ -134,7 +134,7 @@ class Contribution {
   __device__ __forceinline__ void add(float, int, int, int, float, int, int, int, int, bool, const Reads&) {}
   __device__ __forceinline__ void end_block(int, int, int, int) {}
   __device__ __forceinline__ void end_tile(int) {}
-  __device__ __forceinline__ void flush(int, int, int, int, int) {}
+  __device__ __forceinline__ void flush(int, int, int, int, int, bool) {}
   __device__ __forceinline__ void end_head(int, int, int) {}
   __device__ __forceinline__ void end_batches(int, int, int) const {}
 

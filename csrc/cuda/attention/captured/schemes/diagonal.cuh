@@ -45,7 +45,7 @@ class SchemeSums<Of, k, Scheme::kDiagonal> : public Contribution<Of, k> {
       if constexpr (kBlocksM > 1) __syncwarp();
     }
   }
-  __device__ __forceinline__ void flush(int b, int h, int q, int kv, int) {
+  __device__ __forceinline__ void flush(int b, int h, int q, int kv, int, bool) {
     const int thread = static_cast<int>(threadIdx.x) % Of::kTeamThreads, first = Of::team() * Of::kTeamWarps;
     // Beyond the last diagonal sums are 0.
     constexpr bool kMeet = Of::Derivative::kContribution[k].meets;

@@ -26,7 +26,7 @@ class SchemeSums<Of, k, Scheme::kSmallTable> : public Contribution<Of, k> {
  public:
   using Base::Base;
 
-  /// Where kRepeats: whether a tile is to be computed again, since its flush() added nothing.
+  /// Where kRepeats: whether a tile is to be computed again, because it had contributions beyond the limit.
   __device__ __forceinline__ bool must_repeat() const {
     const int most = table()[0], limit = table()[1];
     return most >= limit && most != 0 && limit < kMostLimit;
@@ -86,17 +86,16 @@ class SchemeSums<Of, k, Scheme::kSmallTable> : public Contribution<Of, k> {
       if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(table()), most);
     }
   }
-  __device__ __forceinline__ void flush(int b, int h, int, int, int) {
+  __device__ __forceinline__ void flush(int b, int h, int, int, int, bool again) {
     const int thread = static_cast<int>(threadIdx.x) % Of::kTeamThreads;
     int* counts = table() + 4;
-    const bool adds = !kRepeats || !must_repeat();
     for (int i = thread; i < kElements; i += Of::kTeamThreads) {
       int &high = counts[i], &low = counts[kElements + i];
       if constexpr (Config::kFixedPoint) {
         if ((high | low) != 0) Base::put_fixed(of_column(b, h, i), Base::joined(high, low));
       } else {
         const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
-        if (adds && sum != 0.0f) put_element(b, h, i, sum * Base::unit());
+        if (!again && sum != 0.0f) put_element(b, h, i, sum * Base::unit());
       }
       high = low = 0;
     }

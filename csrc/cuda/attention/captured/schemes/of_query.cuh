@@ -32,7 +32,7 @@ class SchemeSums<Of, k, Scheme::kQ> : public Contribution<Of, k> {
       line(Of::warp(), parity)[j / 2 * 8 + lane % 4 * 2 + j % 2] = sum_[i];
     }
   }
-  __device__ __forceinline__ void flush(int b, int h, int q, int, int parity) {
+  __device__ __forceinline__ void flush(int b, int h, int q, int, int parity, bool) {
     const int thread = static_cast<int>(threadIdx.x) % Of::kTeamThreads, first = Of::team() * Of::kTeamWarps;
     for (int i = thread; i < Config::kRows; i += Of::kTeamThreads) {
       float sum = 0.0f;
