@@ -5,17 +5,21 @@
 
 #include <cstdint>
 
+#include "common/division.h"
 #include "common/dtype.h"
 
 namespace fusegrad {
 
-/// A vocabulary is sixteen segments of ceil(V / 16) columns; the last ones may have fewer, or none. Every sum over its
-/// columns is one over each segment, in one order, and then of these by pairs: the sum of 16 is that of the first 8 and
-/// that of the last 8, and so on down. A process that has 1, 2, 4, 8 or 16 segments from a multiple of as many on has
-/// one of these sums, whatever the others have.
+/// A vocabulary is sixteen segments of ceil(V / 16) columns, rounded up to a device's unit; the last ones may have
+/// fewer, or none. Every sum over its columns is one over each segment, in one order, and then of these by pairs: the
+/// sum of 16 is that of the first 8 and that of the last 8, and so on down. A process that has 1, 2, 4, 8 or 16 segments
+/// from a multiple of as many on has one of these sums, whatever the others have.
 constexpr int64_t kVocabSegments = 16;
 
-inline int64_t vocab_segment(int64_t vocab) { return (vocab + kVocabSegments - 1) / kVocabSegments; }
+/// `unit`: columns at whose multiples segments begin.
+inline int64_t vocab_segment(int64_t vocab, int64_t unit = 1) {
+  return round_up(ceil_div(vocab, kVocabSegments), unit);
+}
 
 /// A product of matrices of one dtype, whose rows are dense: float32 or float64 on the CPU, 16 bits on CUDA.
 ///   segments 0:  out = a @ b^T + bias,   b [cols, terms]

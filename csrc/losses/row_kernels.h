@@ -348,6 +348,7 @@ struct RowKernels {
   // Whether it takes matrices of this dtype with so many hidden features; null: all.
   bool (*product_takes)(DType, int64_t hidden) = nullptr;
   int64_t (*product_workspace)(const Product&) = nullptr;  // bytes; null: none
+  int64_t product_unit = 1;                                // of vocab_segment
 };
 
 extern const RowKernels kCpuRowKernels;

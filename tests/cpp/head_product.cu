@@ -114,7 +114,7 @@ struct Problem {
     p.bias = sums ? nullptr : bias.data;
     p.out = out.data;
     p.out_stride = sums ? hidden : padded(vocab);
-    p.segment = sums ? fusegrad::vocab_segment(vocab) : 0;
+    p.segment = sums ? fusegrad::vocab_segment(vocab, fusegrad::cuda::kProductUnit) : 0;
     p.segments = sums ? fusegrad::kVocabSegments : 0;
     p.workspace = room;
     return p;

@@ -9,9 +9,9 @@ namespace fusegrad {
 
 using at::Tensor;
 
-VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab) {
+VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab, int64_t unit) {
   VocabNodes nodes;
-  nodes.segment = vocab_segment(vocab);
+  nodes.segment = vocab_segment(vocab, unit);
   nodes.rank = shards.rank;
   if (!shards) {
     nodes.of_ranks = {{0, kVocabSegments}};

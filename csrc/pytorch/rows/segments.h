@@ -25,9 +25,9 @@ struct VocabNodes {
   const Node& mine() const { return of_rank(rank); }
 };
 
-/// Those of a vocabulary; of all processes, with shards. Raises a ValueError that begins with `op` where a part is none
-/// of the sums.
-VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab);
+/// Those of a vocabulary; of all processes, with shards. unit: vocab_segment. Raises a ValueError that begins with `op`
+/// where a part is none of the sums.
+VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab, int64_t unit = 1);
 
 /// [processes, ...] contiguous, without the processes that have no segments and by their segments.
 at::Tensor in_order(const at::Tensor& parts, const VocabNodes& nodes);

@@ -24,7 +24,7 @@ struct FixedProducts {
     if ((aux & kBatchInvariant) == 0) return {};
     const auto& kernels = *row_device(weight.device()).kernels;
     const bool takes = kernels.product_takes == nullptr || kernels.product_takes(to_dtype(dtype), weight.size(1));
-    if (kernels.product != nullptr && takes) return {0, vocab_nodes(op, shards, vocab)};
+    if (kernels.product != nullptr && takes) return {0, vocab_nodes(op, shards, vocab, kernels.product_unit)};
     // Few rows make products slow, and many make small calls slow, whose rows are filled up (docs/losses.md).
     return {512, {}};
   }

@@ -136,6 +136,9 @@ void product(const Product& p, DType dtype, void* stream) {
   if (p.segments != 0 && p.segments != kVocabSegments) {
     fail("fusegrad: ", kName, ": a vocabulary must have all its segments, but has ", p.segments);
   }
+  if (p.segment % kProductUnit != 0) {
+    fail("fusegrad: ", kName, ": segments must begin at multiples of ", kProductUnit, " columns, but have ", p.segment);
+  }
   dtype == DType::kFloat16 ? launch_product<device::Float16>(p, dtype, stream)
                            : launch_product<device::BFloat16>(p, dtype, stream);
 }

@@ -118,6 +118,7 @@ const RowKernels kCudaRowKernels = {.forward = cuda::row_forward,
                                     .jsd_tangents = cuda::row_jsd_tangents,
                                     .product = cuda::product,
                                     .product_takes = cuda::product_takes,
-                                    .product_workspace = cuda::product_workspace};
+                                    .product_workspace = cuda::product_workspace,
+                                    .product_unit = cuda::kProductUnit};
 
 }  // namespace fusegrad
