@@ -11,6 +11,8 @@
 #include "cuda/attention/forward/merge.h"
 #include "cuda/attention/grad_buffers/grad_buffers.h"
 #include "cuda/attention/plan/steps.h"
+#include "score_mod/cache.h"
+#include "score_mod/scatter_plan.h"
 
 namespace fusegrad::cuda {
 namespace {
@@ -28,8 +30,15 @@ struct Kernels {
 };
 
 // Whether the CTAs of the backward stay with a head for many batches, and can sum up all contributions over them, so
-// that no other kernel computes the pairs again.
-bool staying_sums(FlexCase c, const Gpu& gpu) {
+// that no other kernel computes the pairs again. Sums of many pairs into one element wait for one another in memory:
+// CTAs of few batches lose by them.
+bool staying_sums(FlexCase c, const FlexShape& n, const Gpu& gpu) {
+  constexpr int64_t kHeads = 12;  // of all batches, for each multiprocessor
+  if (n.batches * n.heads < kHeads * gpu.multiprocessors) {
+    const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+    const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+    if (!std::all_of(steps.begin(), steps.end(), [](const auto& step) { return step.once_a_batch; })) return false;
+  }
   c.sums_batches = c.grad_query = c.grad_key = c.grad_value = true;
   const KernelFacts facts = plan_kernel(c, gpu.architecture).facts();
   const auto& schemes = facts.schemes;
@@ -61,7 +70,7 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
     made.over_batches = sums_over_batches(c, asked.needs_grad, asked.score_mod.scalars, n.batches, n.heads, n.queries,
                                           n.keys, gpu.multiprocessors, asked.deterministic, gpu.architecture);
   }
-  if (made.over_batches && all && !asked.deterministic && staying_sums(c, gpu)) {
+  if (made.over_batches && all && !asked.deterministic && staying_sums(c, n, gpu)) {
     c.sums_batches = true;
     made.over_batches.reset();
   }
