@@ -12,8 +12,10 @@ namespace fusegrad {
 
 /// One head: logits of chunks, and the products that carry gradients back. All tensors are in the products' dtype.
 struct Head {
-  Head(const at::Tensor& linear_weight, const std::optional<at::Tensor>& linear_bias, at::ScalarType dtype)
-      : weight(linear_weight.to(dtype)), bias(linear_bias.has_value() ? linear_bias->to(dtype) : at::Tensor()) {}
+  Head(const at::Tensor& linear_weight, const std::optional<at::Tensor>& linear_bias, at::ScalarType dtype,
+       const FixedProducts& fixed = {})
+      : weight(fixed.tile == 0 ? linear_weight.to(dtype) : linear_weight.to(dtype).contiguous()),
+        bias(linear_bias.has_value() ? linear_bias->to(dtype) : at::Tensor()) {}
 
   // out = input @ weight[columns].T + bias[columns].
   void logits(const at::Tensor& out, const at::Tensor& input, int64_t column, const FixedProducts& fixed = {}) const {

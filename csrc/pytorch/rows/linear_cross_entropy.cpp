@@ -135,7 +135,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   plan.rows = keep ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, fixed.tile);
   const bool over_rows = any_gradient && plan.columns == 0;
 
-  const Head head(linear_weight, linear_bias, dtype);
+  const Head head(linear_weight, linear_bias, dtype, fixed);
   RowJob job(target, weight, token_weight, options, linear.logit_scale, rows, vocab, dtype);
   job.set_row_scale(row_scale);
   job.set_shards(shards, different);
@@ -198,9 +198,9 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
   job.set_shards(shards);
   job.resume(call.lse, call.stats, call.scales);
   const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, linear_weight.size(0)), inplace} : Kept();
-  const Head head(linear_weight, linear_bias, dtype);
   const auto fixed = FixedProducts::of("linear_cross_entropy", call.options.aux, linear_weight, dtype, shards,
                                        shards ? shards.vocab() : linear_weight.size(0));
+  const Head head(linear_weight, linear_bias, dtype, fixed);
   if (fixed || shards) {
     LinearSizes sizes;
     sizes.rows = input.size(0);

@@ -41,7 +41,7 @@ Tensor support_logits(const SupportLogits& call) {
   auto plan = plan_linear(sizes, budget_bytes(call.workspace_mib));
   const auto fixed = fixed_products(call);
   plan.rows = whole_tiles(plan.rows, fixed.tile);
-  const Head head(call.linear_weight, call.linear_bias, dtype);
+  const Head head(call.linear_weight, call.linear_bias, dtype, fixed);
   const auto out = at::empty({sizes.rows, call.index.size(1)}, options.dtype(acc_type(dtype)));
   const int64_t vocab = call.linear_weight.size(0);
   const auto columns = call.index.clamp(0, vocab - 1);
@@ -72,7 +72,7 @@ LinearGradientTuple support_gradients(const SupportLogitsBackward& call, const T
   auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
   const auto fixed = fixed_products(call);
   plan.rows = whole_tiles(plan.rows, fixed.tile);
-  const Head head(weight, bias, dtype);
+  const Head head(weight, bias, dtype, fixed);
   ChunkGradients chunks(input, weight, bias, vocab, plan, needs_grad, /*inplace=*/false, into, fixed);
   chunks.set_shards(shards, accumulate_dtype);
   // What is no column goes to one behind the last.
