@@ -168,7 +168,7 @@ class FlexBufferSums {
   }
   /// Called by a team's threads: adds the tile's sums to their elements. (q, kv): the tile's first pair.
   __device__ __forceinline__ void flush(int b, int h, int q, int kv, int parity = 0) {
-    // Of one contribution beyond its limit all are computed again: none may add now.
+    // One contribution beyond its limit has all computed again, so none may add now.
     const bool again = must_repeat();
     each_.for_each([&](auto& sum) { sum.flush(b, h, q, kv, parity, again); });
   }
