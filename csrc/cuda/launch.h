@@ -25,7 +25,7 @@ struct Device {
   int multiprocessors = 0;
   int shared_bytes = 0;  // a CTA may have, opted in
   int shared_of_multiprocessor = 0;
-  int cluster = 1;  // CTAs a cluster may have
+  int cluster = 1;             // CTAs a cluster may have
   int compute_capability = 0;  // 90: 9.0
 };
 

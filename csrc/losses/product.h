@@ -12,8 +12,8 @@ namespace fusegrad {
 
 /// A vocabulary is sixteen segments of ceil(V / 16) columns, rounded up to a device's unit; the last ones may have
 /// fewer, or none. Every sum over its columns is one over each segment, in one order, and then of these by pairs: the
-/// sum of 16 is that of the first 8 and that of the last 8, and so on down. A process that has 1, 2, 4, 8 or 16 segments
-/// from a multiple of as many on has one of these sums, whatever the others have.
+/// sum of 16 is that of the first 8 and that of the last 8, and so on down. A process that has 1, 2, 4, 8 or 16
+/// segments from a multiple of as many on has one of these sums, whatever the others have.
 constexpr int64_t kVocabSegments = 16;
 
 /// `unit`: columns at whose multiples segments begin.

@@ -136,6 +136,10 @@ struct SchemeConfig : Config {
   };
   static constexpr bool kPartialSums = false;
 };
+template <Scheme kOne>
+struct StayingConfig : SchemeConfig<kOne> {
+  static constexpr bool kKeeps = true;
+};
 struct GradBuffersConfig : Config {
   static constexpr bool kBlocks = false, kMixed = false, kDropout = false, kMaxGradient = false;
 };
@@ -164,7 +168,7 @@ struct SegmentsConfig : Config {
 };
 struct SegmentsHopperConfig : HopperConfig {
   static constexpr int kSegment = 16;
-  static constexpr bool kMaxScores = false, kFirstMaximum = false;
+  static constexpr bool kMaxScores = false, kFirstMaximum = false, kManySegments = true, kKeptSums = true;
 };
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128, kReadStages = 0;

@@ -41,10 +41,10 @@ struct HeaderKernel {
   "#endif"
 
 // A scheme's class, over one tile.
-#define SUM_OF_SCHEME(scheme)                                                                               \
+#define SUM_OF_CONFIG(config)                                                                               \
   "extern __shared__ __align__(16) char shared[];\n"                                                        \
-  "SchemeSums<Contributions<SchemeConfig<Scheme::" scheme                                                   \
-  ">, 1, 1>, 0> sum(\n"                                                                                     \
+  "SchemeSums<Contributions<" config                                                                        \
+  ", 1, 1>, 0> sum(\n"                                                                                      \
   "    *(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in, shared);\n" \
   "sum.begin();\n"                                                                                          \
   "sum.begin_head();\n"                                                                                     \
@@ -57,8 +57,10 @@ struct HeaderKernel {
   "}\n"                                                                                                     \
   "sum.end_tile(0);\n"                                                                                      \
   "__syncthreads();\n"                                                                                      \
-  "sum.flush(0, 1, 2, 3, 0);\n"                                                                             \
-  "sum.end_head(0, 1, 3);"
+  "sum.flush(0, 1, 2, 3, 0, false);\n"                                                                      \
+  "sum.end_head(0, 1, 3);\n"                                                                                \
+  "sum.end_batches(1, 2, 3);"
+#define SUM_OF_SCHEME(scheme) SUM_OF_CONFIG("SchemeConfig<Scheme::" scheme ">")
 
 constexpr HeaderKernel kHeaderKernels[] = {
     {"cstdint",
@@ -214,6 +216,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
     {"cuda/attention/captured/schemes/contribution.cuh", SUM_OF_SCHEME("kStoredTiles"), 16, true},
     {"cuda/attention/captured/schemes/diagonal.cuh", SUM_OF_SCHEME("kDiagonal"), 64, true},
     {"cuda/attention/captured/schemes/histogram.cuh", SUM_OF_SCHEME("kSmallTable"), 64, true},
+    {"cuda/attention/captured/schemes/of_cta.cuh", SUM_OF_CONFIG("StayingConfig<Scheme::kOverBatches>"), 40, true},
     {"cuda/attention/captured/schemes/of_head.cuh", SUM_OF_SCHEME("kKv"), 40, true},
     {"cuda/attention/captured/schemes/of_pair.cuh", SUM_OF_SCHEME("kGeneral"), 48, true},
     {"cuda/attention/captured/schemes/of_query.cuh", SUM_OF_SCHEME("kQ"), 48, true},

@@ -1,8 +1,8 @@
 // The gradients of captured buffers by themselves, as portable.cuh, for sm_90a: a CTA has kRows queries by
 // kCols keys of one query head, 64 queries a consumer warpgroup, and walks batches, whose contributions to one buffer
-// it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead, and a
-// warp beside it the lines that the score_mod reads (TileLines), into kLineBytes of a stage. A warpgroup's keys are two
-// halves: the products of one run beside the pairs of the other.
+// it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead, and
+// a warp beside it the lines that the score_mod reads (TileLines), into kLineBytes of a stage. A warpgroup's keys are
+// two halves: the products of one run beside the pairs of the other.
 //
 // portable.cuh describes kPartialSums and the order of CTAs, backward/hopper_tiles.cuh kNarrow and kGroups.
 #pragma once
