@@ -54,9 +54,13 @@ def mask_of(case: Case) -> Any:
     return mods(*params)[1]
 
 
+# Several cases have the same one.
+CASE_OF_MASK = {mask: case for case in CASES if (mask := mask_of(case)) is not None}
+
+
 @pytest.mark.parametrize("block", [4, (8, 16)], ids=str)
 @pytest.mark.parametrize("traced", [False, True])
-@rows_of("case", [c for c in CASES if mask_of(c) is not None], tests=2)
+@rows_of("case", [*CASE_OF_MASK.values()], tests=2)
 def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By bounds, and by all pairs as where what they capture is traced."""
     mask_mod = mask_of(case)
