@@ -84,19 +84,6 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   return made;
 }
 
-// The copies of places, in the order of threads where the only kernel takes it.
-void take_places(const Asked& given, const Gpu& gpu, Kernels& kernels, CallPlan& plan) {
-  if (auto places = ordered_places(plan, gpu); !places.empty() && !kernels.over_batches) {
-    FlexCase ordered = kernels.common;
-    ordered.place_bytes = std::move(places);
-    const auto cases = backward_kernels(ordered, given.needs_grad, given.deterministic, gpu.architecture);
-    if (std::all_of(cases.begin(), cases.end(),
-                    [&](const FlexCase& c) { return takes_ordered_places(plan_kernel(c, gpu.architecture)); }))
-      kernels.common = std::move(ordered);
-  }
-  place_copies(given, kernels.common.place_bytes, device::PlaceOrder::kKeyRows, plan);
-}
-
 // Where a gradient of query, key or value goes: into its tensor, or into rows that another step copies from.
 struct GradientPlace {
   Region rows = kNoRegion;
@@ -400,7 +387,11 @@ Plan<FlexBackwardCall> plan_backward(const Asked& given, const Gpu& gpu) {
   begin_plan(given, plan);
   const Asked asked = narrow_places(given, gpu, plan);
   Kernels kernels = kernels_of(asked, gpu, plan);
-  take_places(given, gpu, kernels, plan);
+  const auto of_places = [&](const FlexCase& c) {
+    return kernels.over_batches ? std::vector<FlexCase>{}
+                                : backward_kernels(c, given.needs_grad, given.deterministic, gpu.architecture);
+  };
+  take_places(given, gpu, device::PlaceOrder::kKeyRows, of_places, kernels.common, plan);
   align_inputs(asked, plan);
   const FlexShape& n = plan.shape;
   align_operand(asked, kGradOut, {n.batches, n.heads, n.queries, n.value_size}, "grad_out", plan);

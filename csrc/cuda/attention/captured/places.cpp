@@ -137,23 +137,7 @@ OrderedCopy ordered_copy(const AskedBuffer& b) {
   return copy;
 }
 
-}  // namespace
-
-Asked narrow_places(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
-  Asked narrowed = asked;
-  if (plan.score_mod == nullptr) return narrowed;
-  for (size_t i = 0; i < asked.score_mod.buffers.size(); ++i) {
-    plan.places[i] = places_of_buffer(asked, gpu, plan, i);
-    if (!plan.places[i]) continue;
-    AskedBuffer& b = narrowed.score_mod.buffers[i];
-    b.dtype = plan.places[i]->dtype;
-    b.strides = BoxCopy(b.sizes, b.strides, element_bytes(b.dtype)).strides();
-    b.aligned = true;
-  }
-  take_buffers(narrowed.score_mod, plan.common);
-  return narrowed;
-}
-
+// FlexCase::place_bytes of kernels that take the copies in the order of threads, as far as the tensors allow it.
 std::vector<int> ordered_places(const CallPlan& plan, const Gpu& gpu) {
   if (plan.score_mod == nullptr || !is_short(plan.common, gpu)) return {};
   std::vector<int> bytes(plan.places.size(), 0);
@@ -164,6 +148,7 @@ std::vector<int> ordered_places(const CallPlan& plan, const Gpu& gpu) {
   return std::any_of(bytes.begin(), bytes.end(), [](int n) { return n > 0; }) ? bytes : std::vector<int>{};
 }
 
+// Whether a kernel takes them so.
 bool takes_ordered_places(const KernelSpec& spec) {
   const FlexTile& t = spec.tile();
   const FlexKernel kernel = spec.facts().kernel;
@@ -172,6 +157,7 @@ bool takes_ordered_places(const KernelSpec& spec) {
          t.share() == 1 && (kernel == FlexKernel::kForward || t.stages == 1);
 }
 
+// Gives the copies regions: in `order` those that `place_bytes` has, the others in rows.
 void place_copies(const Asked& asked, const std::vector<int>& place_bytes, device::PlaceOrder order, CallPlan& plan) {
   for (size_t i = 0; i < plan.places.size(); ++i) {
     if (!plan.places[i]) continue;
@@ -189,6 +175,36 @@ void place_copies(const Asked& asked, const std::vector<int>& place_bytes, devic
       plan.box_strides[i] = copy.strides();
     }
   }
+}
+
+}  // namespace
+
+Asked narrow_places(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
+  Asked narrowed = asked;
+  if (plan.score_mod == nullptr) return narrowed;
+  for (size_t i = 0; i < asked.score_mod.buffers.size(); ++i) {
+    plan.places[i] = places_of_buffer(asked, gpu, plan, i);
+    if (!plan.places[i]) continue;
+    AskedBuffer& b = narrowed.score_mod.buffers[i];
+    b.dtype = plan.places[i]->dtype;
+    b.strides = BoxCopy(b.sizes, b.strides, element_bytes(b.dtype)).strides();
+    b.aligned = true;
+  }
+  take_buffers(narrowed.score_mod, plan.common);
+  return narrowed;
+}
+
+void take_places(const Asked& given, const Gpu& gpu, device::PlaceOrder order,
+                 const std::function<std::vector<FlexCase>(const FlexCase&)>& kernels, FlexCase& common,
+                 CallPlan& plan) {
+  if (auto places = ordered_places(plan, gpu); !places.empty()) {
+    FlexCase ordered = common;
+    ordered.place_bytes = std::move(places);
+    const auto cases = kernels(ordered);
+    const auto takes = [&](const FlexCase& c) { return takes_ordered_places(plan_kernel(c, gpu.architecture)); };
+    if (!cases.empty() && std::all_of(cases.begin(), cases.end(), takes)) common = std::move(ordered);
+  }
+  place_copies(given, common.place_bytes, order, plan);
 }
 
 }  // namespace fusegrad::cuda

@@ -4,7 +4,9 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <vector>
 
 #include "cuda/attention/captured/place_order.cuh"
 #include "cuda/attention/plan/call_plan.h"
@@ -34,11 +36,10 @@ void flex_copy_places(std::span<const FlexPlaces> copies, void* stream);
 
 /// What a forward or backward asks where tensors are copied so, which it adds to `plan`. Comes behind begin_plan.
 Asked narrow_places(const Asked& asked, const Gpu& gpu, CallPlan& plan);
-/// FlexCase::place_bytes of kernels that take the copies in the order of threads, as far as the tensors allow it.
-std::vector<int> ordered_places(const CallPlan& plan, const Gpu& gpu);
-/// Whether a kernel takes them so.
-bool takes_ordered_places(const KernelSpec& spec);
-/// Gives the copies regions: in `order` those that `place_bytes` has, the others in rows.
-void place_copies(const Asked& asked, const std::vector<int>& place_bytes, device::PlaceOrder order, CallPlan& plan);
+/// Gives the copies regions, in `order` where the kernels of the call take it, which `common` then says. `kernels` of a
+/// case: none where they take rows alone.
+void take_places(const Asked& given, const Gpu& gpu, device::PlaceOrder order,
+                 const std::function<std::vector<FlexCase>(const FlexCase&)>& kernels, FlexCase& common,
+                 CallPlan& plan);
 
 }  // namespace fusegrad::cuda

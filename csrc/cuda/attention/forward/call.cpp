@@ -51,16 +51,6 @@ FlexCase forward_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   return c;
 }
 
-// The copies of places, in the order of threads where the kernel takes it.
-void take_places(const Asked& given, const Gpu& gpu, FlexCase& c, CallPlan& plan) {
-  if (auto places = ordered_places(plan, gpu); !places.empty() && c.few_rows == 0) {
-    FlexCase ordered = c;
-    ordered.place_bytes = std::move(places);
-    if (takes_ordered_places(plan_kernel(ordered, gpu.architecture))) c = std::move(ordered);
-  }
-  place_copies(given, c.place_bytes, device::PlaceOrder::kQueryRows, plan);
-}
-
 // The kernel of a part of the values' columns, of which each part gives the same lse. `merge`: what adds up segments,
 // of a call with batch_invariant whose segments are CTAs.
 struct Part {
@@ -102,7 +92,10 @@ Plan<FlexForwardCall> plan_forward(const Asked& given, const Gpu& gpu) {
   begin_plan(given, plan);
   const Asked asked = narrow_places(given, gpu, plan);
   FlexCase c = forward_case(asked, gpu, plan);
-  take_places(given, gpu, c, plan);
+  const auto kernels = [](const FlexCase& of) {
+    return of.few_rows == 0 ? std::vector<FlexCase>{of} : std::vector<FlexCase>{};
+  };
+  take_places(given, gpu, device::PlaceOrder::kQueryRows, kernels, c, plan);
   align_inputs(asked, plan);
   std::vector<Part> parts;
   // Where CTAs of split keys write: outputs, and before them what belongs to them.

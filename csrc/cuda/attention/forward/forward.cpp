@@ -26,6 +26,20 @@ int line_bytes(const FlexCase& c) {
   return lines ? 6 << 10 : 0;
 }
 
+int hopper_forward_bytes(const FlexCase& c, const FlexTile& t) {
+  const HopperTile& own = t.hopper();
+  return device::HopperForwardMemory({.rows = t.rows,
+                                      .cols = t.cols,
+                                      .head = head_cols(c),
+                                      .value = value_cols(c),
+                                      .stages = t.stages,
+                                      .query_stages = own.query_stages,
+                                      .parts = own.parts,
+                                      .read_bytes = box_bytes(c, t) + own.line_bytes,
+                                      .read_stages = own.read_stages})
+      .bytes();
+}
+
 namespace {
 
 // Whether a score_mod uses q_idx and kv_idx for nothing but places of reads.
@@ -91,19 +105,7 @@ bool has_tile_of_four(const FlexCase& c) {
 
 int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
-  if (t.is_hopper()) {
-    const HopperTile& own = t.hopper();
-    return device::HopperForwardMemory({.rows = t.rows,
-                                        .cols = t.cols,
-                                        .head = head,
-                                        .value = value,
-                                        .stages = t.stages,
-                                        .query_stages = own.query_stages,
-                                        .parts = own.parts,
-                                        .read_bytes = box_bytes(c, t) + own.line_bytes,
-                                        .read_stages = own.read_stages})
-        .bytes();
-  }
+  if (t.is_hopper()) return hopper_forward_bytes(c, t);
   if (t.family() == FlexFamily::kFew) {
     return device::FewForwardMemory({.rows = t.rows,
                                      .cols = t.cols,

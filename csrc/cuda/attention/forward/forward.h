@@ -12,6 +12,8 @@ namespace fusegrad::cuda {
 
 /// Hopper: the bytes of a tile's lines of what mods read.
 int line_bytes(const FlexCase& c);
+/// Hopper: the shared memory of a tile of the kernels whose producers bring boxes and lines.
+int hopper_forward_bytes(const FlexCase& c, const FlexTile& t);
 /// Kernel::config of what the Hopper kernels with results have in common.
 void hopper_result_config(const FlexCase& c, const KernelFacts& f, ConfigText& text);
 /// Kernel::products: S, both operands in shared memory, K-major; O, P in registers by values, MN-major.

@@ -33,18 +33,7 @@ int portable_bytes(const FlexCase& c, int rows, int cols) {
 }
 int shared_bytes(const FlexCase& c, const FlexTile& t) {
   if (!t.is_hopper()) return portable_bytes(c, t.rows, t.cols);
-  const HopperTile& own = t.hopper();
-  const int kept = own.kept_sums ? 16 + 4 * t.rows * value_cols(c) : 0;
-  return kept + device::HopperForwardMemory({.rows = t.rows,
-                                             .cols = t.cols,
-                                             .head = head_cols(c),
-                                             .value = value_cols(c),
-                                             .stages = t.stages,
-                                             .query_stages = own.query_stages,
-                                             .parts = own.parts,
-                                             .read_bytes = box_bytes(c, t) + own.line_bytes,
-                                             .read_stages = own.read_stages})
-                    .bytes();
+  return hopper_forward_bytes(c, t) + (t.hopper().kept_sums ? 16 + 4 * t.rows * value_cols(c) : 0);
 }
 
 // Results depend on the family and on the keys of a tile: whatever the call's lengths, masks and dropout, these are the

@@ -15,32 +15,6 @@
 
 namespace fusegrad::device {
 
-/// The reads of pairs that have no lines.
-struct NoLines {
-  __device__ __forceinline__ NoLines(unsigned, int, int) {}
-  __device__ __forceinline__ NoLines at(int, int) const { return *this; }
-};
-template <class Kept, class Lines>
-struct KeptOrLineReads : Kept {
-  Lines lines;
-  template <int k, class Element>
-  __device__ __forceinline__ auto read(const Element* p, bool valid) const {
-    if constexpr (kSame<Lines, NoLines>) {
-      return Kept::template read<k>(p, valid);
-    } else {
-      return lines.template read<k>(p, valid);
-    }
-  }
-};
-template <bool kLines, class Lines>
-struct LineReadsIf {
-  using Type = typename Lines::Reads;
-};
-template <class Lines>
-struct LineReadsIf<false, Lines> {
-  using Type = NoLines;
-};
-
 template <class Config>
 class FlexGradBuffersHopper {
   using T = typename Config::Element;
@@ -57,7 +31,6 @@ class FlexGradBuffersHopper {
   using Batches = BatchWalk<Config::kGrouped>;
   using Lines = TileLines<ScoreMod, Config::kRows, Config::kCols, kLanes>;
   static constexpr bool kLines = Lines::all() && 4 * Lines::kWords <= Config::kLineBytes;
-  using LineReads = typename LineReadsIf<kLines, Lines>::Type;
   static constexpr HopperGradBuffersMemory kMemory{{.rows = Config::kRows,
                                                     .cols = Config::kCols,
                                                     .head = Config::kHead,
@@ -201,7 +174,7 @@ class FlexGradBuffersHopper {
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
       goes_on = next < batches.end && (!kMasked || is_far(next) == kFar);
-      const LineReads lines(piece(kMemory.lines, s), first_row(), lane() % 4 * 2);
+      const auto lines = line_reads(s);
       add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b, lines);
       wait_products(score[1], grad[1]);
       if constexpr (!kLines) release(s);
@@ -233,21 +206,27 @@ class FlexGradBuffersHopper {
     pin<kHalf * 4>(score[0]);
     pin<kHalf * 4>(grad[0]);
   }
-  template <bool kMasked, bool kFar, int kWhich>
+  /// Where the thread's first pair reads lines.
+  __device__ __forceinline__ auto line_reads(int s) const {
+    if constexpr (kLines) {
+      return typename Lines::Reads(piece(kMemory.lines, s), first_row(), lane() % 4 * 2);
+    } else {
+      return score_mod::ReadThere<ScoreMod::kUnread>();
+    }
+  }
+  template <bool kMasked, bool kFar, int kWhich, class LineReads>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
                                             const FlexQuery (&rows)[2], int b, const LineReads& lines) {
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       const int n = kWhich * kHalf + i;
-      KeptOrLineReads<typename Kept::Reads, LineReads> reads{Kept::reads(shared_ + kMemory.kept.offset, n), lines};
+      const auto kept = Kept::reads(shared_ + kMemory.kept.offset, n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[2], p;
-        reads.e = e;
-        reads.lines = lines.at(e / 2 * 8, n * 8 + e % 2);
         FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
                                                        query(e), key(n, e), !kMasked || is_inside(n, e), p, value,
-                                                       reads);
+                                                       reads_of_pair(lines.at(e / 2 * 8, n * 8 + e % 2), kept, e));
         sum_[n][e] += value[0];
       }
     }
