@@ -156,7 +156,7 @@ def attentions(is_causal: bool, queries: int, keys: int, device: str) -> dict[st
 
 
 def same_alone(name: str, is_causal: bool, inputs: tuple[Tensor, Tensor, Tensor], device: str) -> bool:
-    """Of queries of a prefill over all keys."""
+    """Whether queries alone have the bits that they have in a prefill over all keys."""
     q, k, v = inputs
     keys = k.size(2)
     query = q if q.size(2) == keys else torch.randn(*q.shape[:2], 256, q.size(3), device=device).to(q.dtype)

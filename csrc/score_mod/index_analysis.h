@@ -95,7 +95,7 @@ struct Dimension {
   size_t dimension;
 };
 /// What the integers of a buffer are indices of, where they are nothing else: an index that is out of range may then be
-/// another one that is. Of a derivative, of its contributions too. None where they are compared or counted with, or
+/// another one that is. A derivative's contributions count too. None where they are compared or counted with, or
 /// are not read.
 std::vector<Dimension> indexed_by(const Graph& graph, int buffer);
 

@@ -18,7 +18,7 @@ struct FixedProducts {
   int64_t tile = 0;  ///< libraries' products, of so many rows each: what a device without products of ours has
   VocabNodes nodes;  ///< else ours, with sums over the vocabulary by these
 
-  /// Of a head's weight, or this process's part of it, in the products' dtype; `vocab` are the columns of all.
+  /// For a head's weight, or this process's part of it, in the products' dtype; `vocab` counts the columns of all.
   static FixedProducts of(const char* op, int64_t aux, const at::Tensor& weight, at::ScalarType dtype,
                           const Shards& shards, int64_t vocab) {
     if ((aux & kBatchInvariant) == 0) return {};

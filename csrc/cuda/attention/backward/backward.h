@@ -37,7 +37,7 @@ std::optional<FlexTile> backward_tall_tile(const FlexCase& c);
 /// Whether a warp alone would have all gradients of a tile, of heads that are not wide: float32 of 256 columns where a
 /// CTA has 99 KiB. Its accumulators would spill, so dQ, dK and dV have kernels of their own, as of wide heads.
 bool one_warp_alone_fits(FlexCase c, const std::string& architecture);
-/// Of wide heads, the columns of values of a kernel that makes dV alone.
+/// Wide heads: the columns of values of a kernel that makes dV alone.
 int backward_value_cols(const FlexCase& c, const std::string& architecture);
 
 /// Whether a backward's tall tile takes less time than others. `share_of_pairs`: of all pairs those that the mask_mod

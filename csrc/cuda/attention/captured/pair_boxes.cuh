@@ -120,7 +120,7 @@ class PairBoxes {
   static __device__ constexpr int map_bytes(int k) { return mapped_tile_bytes(kQueries, kKeys, Mod::kPair[k].box); }
   /// Keys of one of a mapped tile's chunks, whose rows have 128 bytes.
   static __device__ constexpr int chunk_of(int k) { return kChunkBytes / Mod::kPair[k].box; }
-  /// Of the mapped tiles before read k.
+  /// The bytes of the mapped tiles before read k.
   static __device__ constexpr int maps_before(int k) {
     int sum = 0;
     for (int i = 0; i < k; ++i) sum += mapped(i) ? map_bytes(i) : 0;

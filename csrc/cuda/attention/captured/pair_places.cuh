@@ -51,7 +51,7 @@ class PairPlaces {
     load_from(captured, b, h);
   }
 
-  /// Of the pairs of a block of four.
+  /// The indices of a block's four pairs.
   struct Reads {
     const PairPlaces& places;
     int block;

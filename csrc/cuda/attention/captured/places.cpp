@@ -97,7 +97,8 @@ std::optional<PlannedPlaces> places_of_buffer(const Asked& asked, const Gpu& gpu
   const AskedBuffer& b = asked.score_mod.buffers[i];
   const Graph& graph = *plan.score_mod;
   const bool is_short = cuda::is_short(plan.common, gpu), tiles = is_short && in_tiles(graph, i);
-  // Of 32 bits boxes are better than narrower ones in rows; in fixed point a second kernel has no order of threads.
+  // Boxes of 32-bit indices are better than narrower ones in rows; in fixed point a second kernel has no order of
+  // threads.
   const bool takes = b.dtype == DType::kInt64 ||
                      (tiles && !asked.deterministic && (b.dtype == DType::kInt32 || b.dtype == DType::kInt16));
   if (!takes || b.sizes.size() < 2 || b.sizes.size() > FlexPlaces::kMostRank) return std::nullopt;

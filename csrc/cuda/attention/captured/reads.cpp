@@ -154,7 +154,7 @@ int box_maps(const FlexCase& c, const FlexTile& t) {
   const auto graph = score_mod::cached_graph(c.score_mod.text);
   int maps = 0;
   for (const score_mod::NodeId id : score_mod::mapped_reads(*graph, c.score_mod.dtypes)) {
-    // Of whole chunks of 128 bytes.
+    // TMA brings whole chunks of 128 bytes.
     if (maps == device::kMostBoxMaps || t.cols * score_mod::box_bytes(*graph, id, c.score_mod.dtypes) % 128 != 0) break;
     ++maps;
   }

@@ -189,7 +189,7 @@ FlexCase segments_case(FlexCase c, const FlexShape& shape, const std::optional<B
                        int64_t processors, const std::string& architecture) {
   c.kernel = FlexKernel::kSegments;
   c.segment_keys = segment_keys();
-  // Of the shape follows alone which rows are a tile's, and whether segments are CTAs: neither changes a bit.
+  // The shape alone decides which rows are a tile's, and whether segments are CTAs: neither changes a bit.
   const bool segments = shape.keys > c.segment_keys;
   const auto fills = [&](int64_t rows) { return shape.query_heads() * tiles_in(shape.queries, rows) >= processors; };
   constexpr int64_t kFew = 32;

@@ -2,7 +2,7 @@
 //
 // - The tile of keys, the products' instructions and their order follow from the dtype, the head sizes and the
 //   architecture. Rows of a tile do not meet, so how many there are and which is free.
-// - Tiles begin at multiples of their size and come in ascending order. Of a key that takes no part the exponential is
+// - Tiles begin at multiples of their size and come in ascending order. The exponential of a key that takes no part is
 //   0: products and sums get +0, maxima stay, and what is rescaled is multiplied by 1. So it makes no difference
 //   whether a tile without a key of the row's is computed.
 // - A segment, kSegmentKeys keys from a multiple of it on, begins without maximum and sums. Segments are added up in
@@ -44,7 +44,7 @@ __device__ __forceinline__ FlexSegmentWeights add_segment(FlexSegmentRow& total,
   return w;
 }
 
-/// Of a whole row: what its output is multiplied by, and lse in two numbers.
+/// A whole row: what its output is multiplied by, and lse in two numbers.
 struct FlexSegmentResult {
   float factor, lse, low;
 };

@@ -5,7 +5,7 @@
 
 namespace fusegrad::device {
 
-/// Of Config: Element, kUnscaled, kOutLow, kDropout, kWarps.
+/// Reads of Config: Element, kUnscaled, kOutLow, kDropout, kWarps.
 template <class Config>
 class FlexMergeSegments {
   using T = typename Config::Element;

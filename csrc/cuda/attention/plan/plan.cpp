@@ -131,7 +131,7 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   }
   const bool hopper = takes_hopper(c, architecture);
   const bool value_apart = c.wide && needs_grad[2];
-  // Of heads that are not wide by themselves a warp has no registers for dQ beside dK (one_warp_alone_fits).
+  // Where heads are not wide by themselves, a warp has no registers for dQ beside dK (one_warp_alone_fits).
   const bool crowded = c.wide && std::max(c.head_size, c.value_size) <= kMostCols;
   bool apart = deterministic || crowded || (hopper && !fits_hopper_backward(c));
   if (c.whole && !c.fixed_point) {

@@ -30,7 +30,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 /// kernels are faster than one though each computes the scores, and where sums must come in one order: but for where
 /// one CTA has all keys, and in the Hopper family beside boxes without a block mask. There tiles of keys wait for one
 /// another, which takes longer than a second kernel where scores are cheap, and less where it would read all pairs
-/// again. Of wide heads dV has kernels of its own, for parts of its columns, before the one by keys that has the
+/// again. With wide heads dV has kernels of its own, for parts of its columns, before the one by keys that has the
 /// rest: dK and dV together would not fit registers.
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);

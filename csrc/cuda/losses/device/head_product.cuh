@@ -23,7 +23,7 @@ constexpr int kProducerRegisters = 40;
 constexpr int kRowGroup = 16;
 constexpr int kSegments = 16, kLevels = 4;
 
-/// Of CTAs whose tiles have 64 rows for each of so many warpgroups.
+/// The sizes of CTAs whose tiles have 64 rows for each of so many warpgroups.
 template <int kGroups>
 struct Shape {
   static constexpr int kRows = 64 * kGroups, kThreads = (1 + kGroups) * kWarpgroup;
