@@ -4,6 +4,9 @@ PyTorch's is a DTensor head under `loss_parallel`, whose logits are kept. Forwar
 which all processes hold, and to each one's part of the weight; times and memory are the slowest and the largest
 process's. Memory is above the inputs and counts the gradients.
 
+The step is that of a model whose layers FSDP2 shards and whose tokens are the processes' own: hidden states are gathered
+for a head of a sharded vocabulary. Each layer is one graph of torch.compile, and so is the gather with the loss.
+
     python benchmarks/vocab_parallel.py [--device cpu] [--shapes NxHxV,...] [--output FOLDER]
 """
 
@@ -20,7 +23,9 @@ from harness.environment import environment, in_file_names
 from harness.processes import processes, timed
 from harness.report import print_table, write_json
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -76,6 +81,55 @@ def losses(
     }
 
 
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+
+
+def steps(mesh: DeviceMesh, sizes: tuple[int, int, int], reps: int, layers: int = 4) -> dict[str, dict[str, float]]:
+    """A forward and backward of `layers` layers under FSDP2 and the sharded head, compiled and not."""
+    rows, width, vocabulary = sizes
+    device = mesh.device_type
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shards, found = parts(mesh, vocabulary), {}
+    torch.manual_seed(0)
+    tokens = torch.randn(rows, width, device=device, dtype=dtype).chunk(mesh.size())[mesh.get_local_rank()]
+    head = (torch.randn(vocabulary, width, device=device, dtype=dtype) * width**-0.5)[shards.start : shards.stop]
+    head = head.clone().requires_grad_()
+    target = torch.randint(0, vocabulary, (rows,), device=device)
+
+    def loss_of(hidden: Tensor) -> Tensor:
+        whole = all_gather_tensor_autograd(hidden, 0, mesh.get_group())
+        return fusegrad.linear_cross_entropy(whole, head, target, vocab_parallel=shards)
+
+    for name, compiled in (("step", False), ("step, one graph a layer and for the loss", True)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Block(width) for _ in range(layers))).to(device, dtype)
+        for block in model:
+            fully_shard(block, mesh=mesh)
+            if compiled:
+                block.compile(fullgraph=True)
+        fully_shard(model, mesh=mesh)
+        last = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
+
+        def run(model: torch.nn.Module = model, last: Callable[[Tensor], Tensor] = last) -> Tensor:
+            model.zero_grad()
+            head.grad = None
+            loss = last(model(tokens))
+            loss.backward()
+            return loss.detach()
+
+        value = float(run())
+        (ms,), mib = timed(mesh, run, reps)
+        found[name] = {"loss": value, "ms": ms, "peak_mib": mib}
+    return found
+
+
 def measured(mesh: DeviceMesh, sizes: tuple[int, int, int], reps: int) -> dict[str, dict[str, float]]:
     rows, width, vocabulary = sizes
     device = mesh.device_type
@@ -106,6 +160,8 @@ def main() -> None:
         for shape in arguments.shapes.split(","):
             rows, width, vocabulary = (int(size) for size in shape.split("x"))
             found = measured(mesh, (rows, width, vocabulary), arguments.reps)
+            if shape == arguments.shapes.split(",")[0]:
+                found |= steps(mesh, (rows, width, vocabulary), arguments.reps)
             cases.append({"sizes": {"N": rows, "H": width, "V": vocabulary}, "results": found})
             if mesh.get_rank() != 0:
                 continue

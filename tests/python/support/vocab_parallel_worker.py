@@ -866,6 +866,37 @@ def data_parallel(shards: VocabParallel) -> None:
 
 
 @case
+def compiled_data_parallel(shards: VocabParallel) -> None:
+    """FSDP2's layers and, of all processes' hidden states, the loss of a sharded head: each one graph. FSDP2's own hooks
+    are not traced by PyTorch."""
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Tanh())
+    inputs, target = torch.randn(4 * shards.world, H), torch.randint(0, V, (4 * shards.world,))
+    state, weight = plain.state_dict(), torch.randn(V, H, requires_grad=True)
+    fusegrad.linear_cross_entropy(plain(inputs), weight, target).backward()
+    layer = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Tanh())
+    layer.load_state_dict(state)
+    fully_shard(layer, mesh=DeviceMesh.from_group(shards.group, DEVICE))
+    torch.compiler.reset()
+    layer.compile(backend="aot_eager", fullgraph=True)
+
+    def loss_of(hidden: Tensor, part: Tensor, target: Tensor) -> Tensor:
+        whole = all_gather_tensor_autograd(hidden, 0, shards.group)
+        return fusegrad.linear_cross_entropy(whole, part, target, vocab_parallel=shards)
+
+    step = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    mine = slice(4 * shards.rank, 4 * shards.rank + 4)
+    part = weight.detach()[shards.start : shards.stop].clone().requires_grad_()
+    step(layer(inputs[mine]), part, target).backward()
+    for name, parameter in layer.named_parameters():
+        assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, name)
+    assert_close(part.grad, weight.grad[shards.start : shards.stop], "head")
+
+
+@case
 def bad_input(shards: VocabParallel) -> None:
     group, rank, world = shards.group, shards.rank, shards.world
     for bounds, text in (
