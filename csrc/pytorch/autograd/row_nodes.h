@@ -34,7 +34,11 @@ template <class Call>
 struct RowOp;
 
 inline bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
-inline Tensor tangent_of(const Tensor& t) { return t.defined() ? t._fw_grad(/*level=*/0) : Tensor(); }
+// In the tensor's dtype: below torch.func a number in a formula makes the tangent of a float32 scalar float64.
+inline Tensor tangent_of(const Tensor& t) {
+  const auto tangent = t.defined() ? t._fw_grad(/*level=*/0) : Tensor();
+  return tangent.defined() ? tangent.to(t.scalar_type()) : tangent;
+}
 inline Tensor primal_of(const Tensor& t) { return has_tangent(t) ? t._fw_primal(/*level=*/0) : t; }
 inline OptionalTensor optional_of(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 

@@ -283,7 +283,7 @@ SHARDED = """
 
     # Dropout: parts drop other pairs than each other, the backward those of the forward.
     dropping = lambda *x: flex_attention(*x, enable_gqa=True, dropout_p=0.5, dropout_key=jax.random.key(0))
-    identity = jax.device_put(jnp.broadcast_to(jnp.eye(S), (B, KEY_HEADS, S, S)), split)
+    identity = jax.device_put(jnp.broadcast_to(jnp.eye(S, dtype=dtype), (B, KEY_HEADS, S, S)), split)
     keep = np.asarray(jax.jit(dropping)(*put[:2], identity)) != 0
     assert len({keep[b, h].tobytes() for b in range(B) for h in range(H)}) == B * H
 
