@@ -549,10 +549,12 @@ class Renderer {
              ", kTouchesDiagonals = " + flag(diagonals) + ", kTouchesBesides = " + flag(besides) + ";\n";
     text_ += "  static constexpr int kPairBytes = " + number(pair_bytes) + ";\n";
     const std::string parameters = "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere";
+    there_ = true;  // touches have no lines, though another read may give a place
     begin("void touch", parameters);
     end_with_result(roots, touches);
     begin("void touch_pair", parameters);
     end_with_result(pair_roots, pair_touches);
+    there_ = false;
   }
 
   void derivative(const std::string& indices) {

@@ -139,6 +139,11 @@ TEST(RenderCuda, Touches) {
   EXPECT_EQ(touches("%0 = sub q_idx kv_idx\n%1 = load @1 h %0\nreturn %1\n"), std::tuple(true, true, 0, size_t{1}));
   // The place of a place is read there, and touched too.
   EXPECT_EQ(touches("%0 = load @2 kv_idx\n%1 = load @0 %0\nreturn %1\n"), std::tuple(true, false, 0, size_t{2}));
+  // Or is a line elsewhere.
+  EXPECT_EQ(touches("%0 = load @0 kv_idx\n%1 = to_int %0\n%2 = load @1 %1 h\nreturn %2\n"),
+            std::tuple(true, false, 0, size_t{2}));
+  EXPECT_EQ(touches("%0 = load @0 kv_idx\n%1 = to_int %0\n%2 = load @1 %1 q_idx\nreturn %2\n"),
+            std::tuple(true, false, 4, size_t{2}));
   EXPECT_EQ(touches("%0 = load @0 q_idx\nreturn %0\n"), none);
   EXPECT_EQ(touches("%0 = load @0 h\nreturn %0\n"), none);
   EXPECT_EQ(touches("%0 = load @1 q_idx kv_idx\nreturn %0\n"), std::tuple(false, false, 4, size_t{1}));
