@@ -331,24 +331,37 @@ class Renderer {
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + read + "(" + element(id) + ");\n";
   }
 
-  // The loads that are lines, of a score_mod those of numbers that scores are made of and of masks by key.
+  // The nodes that the result needs where lines have some loads: not what the places of these are computed from.
+  template <class IsLine>
+  static std::vector<bool> needed_beside(const Graph& graph, const IsLine& is_line) {
+    std::vector<bool> needed(graph.nodes().size(), false);
+    needed[graph.result()] = true;
+    for (NodeId id = graph.result(); id >= 0; --id) {
+      if (!needed[id] || is_line(id)) continue;
+      for (const NodeId operand : graph[id].operands) needed[operand] = true;
+    }
+    return needed;
+  }
+  // The loads that are lines, of a score_mod those of numbers that scores are made of and of masks by key. Of a chain
+  // such as `t[bucket[k - q], h]` a line has what the last read gives; those before it need none.
   static std::vector<NodeId> line_loads(const Graph& graph) {
     const auto kinds = reads(graph);
-    std::vector<bool> loads(graph.nodes().size(), false);  // below a node
     std::vector<bool> axes(graph.nodes().size(), false);
-    std::vector<NodeId> result;
+    std::vector<bool> lines(graph.nodes().size(), false);
     for (const NodeId id : reachable(graph)) {
       const Node& node = graph[id];
-      bool direct = true;
-      for (const NodeId operand : node.operands) direct = direct && !loads[operand];
-      loads[id] = !direct || node.op == Op::kLoad;
       axes[id] = node.op == Op::kAxis;
       for (const NodeId operand : node.operands) axes[id] = axes[id] || axes[operand];
       const bool line = kinds[id] == Reads::kKey || kinds[id] == Reads::kDiagonal;
       const bool takes = graph.kind() == Kind::kMaskMod ? line || kinds[id] == Reads::kRow
                          : node.type == Type::kBool     ? kinds[id] == Reads::kKey
                                                         : line && node.type == Type::kFloat;
-      if (node.op == Op::kLoad && direct && takes && !axes[id]) result.push_back(id);
+      lines[id] = node.op == Op::kLoad && takes && !axes[id];
+    }
+    const std::vector<bool> needed = needed_beside(graph, [&](NodeId id) { return lines[id]; });
+    std::vector<NodeId> result;
+    for (const NodeId id : reachable(graph)) {
+      if (lines[id] && needed[id]) result.push_back(id);
     }
     return result;
   }
@@ -531,6 +544,7 @@ class Renderer {
   // Reads at places of keys or diagonals; and of each pair its own.
   void touch() {
     const auto kinds = reads(graph_);
+    const std::vector<bool> needed = needed_beside(graph_, [&](NodeId id) { return line_of_[id] >= 0; });
     std::vector<NodeId> roots, pair_roots;
     std::string touches, pair_touches;
     bool diagonals = false, besides = false;
@@ -539,7 +553,7 @@ class Renderer {
       if (graph_[id].op != Op::kLoad || kinds[id] < Reads::kKey) continue;
       const bool pair = kinds[id] == Reads::kPair;
       diagonals = diagonals || kinds[id] == Reads::kDiagonal;
-      besides = besides || (!pair && line_of_[id] < 0);
+      besides = besides || (!pair && needed[id] && line_of_[id] < 0);
       for (const NodeId index : graph_[id].operands) (pair ? pair_roots : roots).push_back(index);
       (pair ? pair_touches : touches) += "  touch_if(" + element(id) + ", nowhere);\n  ";
       if (pair)

@@ -66,9 +66,8 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static __device__ float apply(const Captured&, float score, int b, int h, int q_idx, int kv_idx, bool valid,
 ///                                   const Reads& reads = Reads());
 ///     // its reads whose places depend on the key alone, or on its distance from the query alone (and on b and h), by
-///     // no other reads, and an element of one. Each goes through reads.read<k>(pointer, there), so that it can be
-///     made
-///     // for all keys or diagonals of a tile before
+///     // other such reads too, and an element of one. Each goes through reads.read<k>(pointer, there), so that it can
+///     // be made for all keys or diagonals of a tile before; what is read for its place alone is no other line
 ///     static constexpr int kLineCount;
 ///     static constexpr LineRead kLine[];
 ///     template <int k>

@@ -180,6 +180,7 @@ TEST(RenderCuda, Lines) {
       read += of_derivative[at];
     }
     std::sort(read.begin(), read.end());
+    read.erase(std::unique(read.begin(), read.end()), read.end());  // places of contributions are lines too
     std::string by;
     const std::string all = text.substr(text.find("kLine[] = {"), text.find("kTouches") - text.find("kLine[] = {"));
     for (size_t at = 0; (at = all.find("LineBy::k", at)) != std::string::npos; ++at) by += all[at + 9];
@@ -190,8 +191,22 @@ TEST(RenderCuda, Lines) {
   EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = sub q_idx kv_idx\n%2 = load @1 h %1\n%3 = mul score %0\n"
                   "%4 = mul %3 %2\nreturn %4\n"),
             Lines("KD", "false", "01"));
-  // Other reads say where, or of each pair its own.
-  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("", "true", ""));
+  // Of a chain of reads the last one, and others where they count for themselves.
+  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("K", "false", "0"));
+  EXPECT_EQ(lines("%0 = sub kv_idx q_idx\n%1 = load @2 %0\n%2 = load @1 %1 h\n%3 = mul score %2\nreturn %3\n"),
+            Lines("D", "false", "0"));
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = to_int %0\n%2 = load @2 %1\n%3 = load @1 %2 h\n%4 = mul score %3\n"
+                  "return %4\n"),
+            Lines("K", "false", "0"));
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = to_int %0\n%2 = load @1 %1 h\n%3 = mul score %2\n%4 = mul %3 %0\n"
+                  "return %4\n"),
+            Lines("KK", "false", "01"));
+  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\n%3 = to_float %0\n%4 = mul %2 %3\n"
+                  "return %4\n"),
+            Lines("K", "true", "0"));
+  // Of each pair its own; its place may be a line.
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = to_int %0\n%2 = load @1 %1 q_idx\n%3 = mul score %2\nreturn %3\n"),
+            Lines("K", "false", "0"));
   EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("", "false", ""));
   EXPECT_EQ(lines("%0 = load @0 q_idx\n%1 = mul score %0\nreturn %1\n"), Lines("", "false", ""));
   source.check();

@@ -55,12 +55,12 @@ def float_buffer(*sizes: int) -> torch.Tensor:
 @functools.lru_cache
 def score_mod(name: str) -> ScoreMod | None:
     """One of each class of captured gradients, "H" a table of which a head reaches a column, "W" one of all batches,
-    "P" a bias of pairs in 16 bits, and what captures nothing."""
+    "P" a bias of pairs in 16 bits, "T" T5's table by the bucket of a difference, and what captures nothing."""
     head, place, pair = float_buffer(16), float_buffer(4096), float_buffer(4096, 4096).detach()[:8, :8]
     relative, table, large = float_buffer(16, 8192), float_buffer(64), float_buffer(100_000)
     pair.requires_grad_()
     kinds, places = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(16, 8, 8, dtype=torch.int32)
-    columns = float_buffer(512, 16)
+    columns, buckets = float_buffer(512, 16), torch.zeros(8192, dtype=torch.int64)
     half = torch.zeros(16, 8, 8, dtype=torch.bfloat16).requires_grad_()
     made: dict[str, Callable | None] = {
         "none": None,
@@ -75,6 +75,7 @@ def score_mod(name: str) -> ScoreMod | None:
         "G": lambda s, b, h, q, kv: s + large[kinds[q, kv]],
         "H": lambda s, b, h, q, kv: s + columns[places[b, q, kv], h],
         "P": lambda s, b, h, q, kv: s + half[h, q, kv],
+        "T": lambda s, b, h, q, kv: s + columns[buckets[kv - q + 4096], h],
         "W": lambda s, b, h, q, kv: s + columns[kinds[q, kv], h],
         "AD": lambda s, b, h, q, kv: s * head[h] + relative[h, q - kv + 4096],
     }
@@ -326,6 +327,12 @@ tangents bfloat16 64 64 none lists
 tangents+dropout bfloat16 128 128 none causal
 forward bfloat16 32 32 E none
 forward bfloat16 64 64 D none
+forward bfloat16 64 64 T none
+forward bfloat16 128 128 T causal
+backward bfloat16 64 64 T none
+backward bfloat16 128 128 T causal
+ordered bfloat16 64 64 T none
+grad_query bfloat16 64 64 T none
 backward bfloat16 64 64 E none
 forward bfloat16 32 32 P none
 forward bfloat16 64 64 P none

@@ -61,5 +61,6 @@ CHAINS: dict[str, Chain] = {
 def same_document(x: Places, m: int) -> Callable[..., Tensor]:
     """A mask_mod, by documents of places of queries and keys and by their difference."""
     return lambda b, h, q, k: (
-        (x.others[x.q[q].long()] % 4 == x.others[x.k[k].long()] % 4) | (x.others[x.difference[k - q + m - 1].long()] > 0)
+        (x.others[x.q[q].long()] % 4 == x.others[x.k[k].long()] % 4)
+        | (x.others[x.difference[k - q + m - 1].long()] > 0)
     )
