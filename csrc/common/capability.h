@@ -3,6 +3,27 @@
 
 #include "common/host.h"
 
+/// Declarations, in the namespace of each instruction set.
+#if defined(__x86_64__)
+#define FUSEGRAD_EACH_CAPABILITY(...) \
+  namespace DEFAULT {                 \
+  __VA_ARGS__                         \
+  }                                   \
+  namespace AVX2 {                    \
+  __VA_ARGS__                         \
+  }                                   \
+  namespace AVX512 {                  \
+  __VA_ARGS__                         \
+  }
+#else
+#define FUSEGRAD_EACH_CAPABILITY(...) \
+  namespace DEFAULT {                 \
+  __VA_ARGS__                         \
+  }                                   \
+  namespace AVX2 = DEFAULT;           \
+  namespace AVX512 = DEFAULT;
+#endif
+
 namespace fusegrad::cpu {
 
 /// The one for the machine's instruction set.

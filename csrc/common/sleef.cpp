@@ -6,14 +6,14 @@
 namespace fusegrad::cpu {
 namespace {
 
-#define FUSEGRAD_BY_LANES(name, instructions, Vector, Lane, function)      \
-  __attribute__((target(instructions))) Vector name##_by_lanes(Vector x) { \
-    Vector result;                                                         \
-    alignas(64) Lane lanes[sizeof(Vector) / sizeof(Lane)];                 \
-    __builtin_memcpy(lanes, &x, sizeof(x));                                \
-    for (auto& lane : lanes) lane = function(lane);                        \
-    __builtin_memcpy(&result, lanes, sizeof(x));                           \
-    return result;                                                         \
+#define FUSEGRAD_BY_LANES(name, instructions, Vector, Lane, function) \
+  FUSEGRAD_TARGET(instructions) Vector name##_by_lanes(Vector x) {    \
+    Vector result;                                                    \
+    alignas(64) Lane lanes[sizeof(Vector) / sizeof(Lane)];            \
+    __builtin_memcpy(lanes, &x, sizeof(x));                           \
+    for (auto& lane : lanes) lane = function(lane);                   \
+    __builtin_memcpy(&result, lanes, sizeof(x));                      \
+    return result;                                                    \
   }
 FUSEGRAD_SLEEF(FUSEGRAD_BY_LANES)
 
@@ -33,9 +33,9 @@ const VectorMath* exchange_vector_math(const VectorMath* math) {
   return current.exchange(math != nullptr ? math : &kByLanes);
 }
 
-#define FUSEGRAD_FORWARD(name, instructions, Vector, Lane, function)                                     \
-  extern "C" __attribute__((target(instructions), visibility("hidden"))) Vector Sleef_##name(Vector x) { \
-    return current.load(std::memory_order_relaxed)->name(x);                                             \
+#define FUSEGRAD_FORWARD(name, instructions, Vector, Lane, function)                                             \
+  extern "C" FUSEGRAD_TARGET(instructions) __attribute__((visibility("hidden"))) Vector Sleef_##name(Vector x) { \
+    return current.load(std::memory_order_relaxed)->name(x);                                                     \
   }
 FUSEGRAD_SLEEF(FUSEGRAD_FORWARD)
 

@@ -3,14 +3,26 @@
 // functions lane by lane.
 #pragma once
 
+/// F(name in SLEEF, instruction set, vector, lane, function of a lane)
+#if defined(__x86_64__)
 #include <immintrin.h>
 
-/// F(name in SLEEF, instruction set, vector, lane, function of a lane)
+#define FUSEGRAD_TARGET(instructions) __attribute__((target(instructions)))
 #define FUSEGRAD_SLEEF_OF(F, function, float_accuracy)                   \
   F(function##d4_u10, "avx2", __m256d, double, std::function)            \
   F(function##d8_u10, "avx512f", __m512d, double, std::function)         \
   F(function##f8_##float_accuracy, "avx2", __m256, float, std::function) \
   F(function##f16_##float_accuracy, "avx512f", __m512, float, std::function)
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+#define FUSEGRAD_TARGET(instructions)  // every processor has NEON
+#define FUSEGRAD_SLEEF_OF(F, function, float_accuracy)            \
+  F(function##d2_u10, "neon", float64x2_t, double, std::function) \
+  F(function##f4_##float_accuracy, "neon", float32x4_t, float, std::function)
+#else
+#error "fusegrad: the processor must be x86-64 or aarch64"
+#endif
 #define FUSEGRAD_SLEEF(F)          \
   FUSEGRAD_SLEEF_OF(F, exp, u10)   \
   FUSEGRAD_SLEEF_OF(F, exp2, u10)  \

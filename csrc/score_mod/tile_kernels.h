@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/capability.h"
 #include "score_mod/primitives.h"
 
 namespace fusegrad::score_mod {
@@ -73,14 +74,6 @@ struct TileKernels {
 /// Those of this machine.
 const TileKernels& tile_kernels();
 
-namespace DEFAULT {
-extern const TileKernels kTileKernels;
-}
-namespace AVX2 {
-extern const TileKernels kTileKernels;
-}
-namespace AVX512 {
-extern const TileKernels kTileKernels;
-}
+FUSEGRAD_EACH_CAPABILITY(extern const TileKernels kTileKernels;)
 
 }  // namespace fusegrad::score_mod

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/capability.h"
 #include "common/dtype.h"
 
 namespace fusegrad::cpu {
@@ -102,17 +103,7 @@ struct AttentionKernels {
 template <class T>
 const AttentionKernels<T>& attention_kernels();
 
-namespace DEFAULT {
-extern const AttentionKernels<float> kAttentionFloat;
-extern const AttentionKernels<double> kAttentionDouble;
-}  // namespace DEFAULT
-namespace AVX2 {
-extern const AttentionKernels<float> kAttentionFloat;
-extern const AttentionKernels<double> kAttentionDouble;
-}  // namespace AVX2
-namespace AVX512 {
-extern const AttentionKernels<float> kAttentionFloat;
-extern const AttentionKernels<double> kAttentionDouble;
-}  // namespace AVX512
+FUSEGRAD_EACH_CAPABILITY(extern const AttentionKernels<float> kAttentionFloat;
+                         extern const AttentionKernels<double> kAttentionDouble;)
 
 }  // namespace fusegrad::cpu

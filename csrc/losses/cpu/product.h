@@ -1,6 +1,7 @@
 // Blocks of a product, compiled once for each instruction set.
 #pragma once
 
+#include "common/capability.h"
 #include "losses/product.h"
 
 namespace fusegrad::cpu {
@@ -28,14 +29,6 @@ inline int64_t product_scratch(const Product& p, int64_t rows, int64_t columns) 
 
 using ProductKernel = void (*)(const Product&, DType, const ProductBlock&, void* scratch);
 
-namespace DEFAULT {
-extern const ProductKernel kProductKernel;
-}
-namespace AVX2 {
-extern const ProductKernel kProductKernel;
-}
-namespace AVX512 {
-extern const ProductKernel kProductKernel;
-}
+FUSEGRAD_EACH_CAPABILITY(extern const ProductKernel kProductKernel;)
 
 }  // namespace fusegrad::cpu

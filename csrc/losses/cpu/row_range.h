@@ -1,6 +1,7 @@
 // The vectorised CPU kernels, compiled once for each instruction set (ATen's CPU_CAPABILITY).
 #pragma once
 
+#include "common/capability.h"
 #include "losses/row_kernels.h"
 
 namespace fusegrad::cpu {
@@ -31,23 +32,7 @@ constexpr int64_t kJsdBuffers = 5;
 using JsdTangentsRange = void (*)(const RowJsdTangents&, DType, int64_t begin, int64_t end, void* scratch);
 constexpr int64_t kJsdTangentBuffers = 8;
 
-namespace DEFAULT {
-extern const RowRangeKernels kRowRangeKernels;
-extern const RowPartKernels kRowPartKernels;
-extern const JsdRange kJsdRange;
-extern const JsdTangentsRange kJsdTangentsRange;
-}  // namespace DEFAULT
-namespace AVX2 {
-extern const RowRangeKernels kRowRangeKernels;
-extern const RowPartKernels kRowPartKernels;
-extern const JsdRange kJsdRange;
-extern const JsdTangentsRange kJsdTangentsRange;
-}  // namespace AVX2
-namespace AVX512 {
-extern const RowRangeKernels kRowRangeKernels;
-extern const RowPartKernels kRowPartKernels;
-extern const JsdRange kJsdRange;
-extern const JsdTangentsRange kJsdTangentsRange;
-}  // namespace AVX512
+FUSEGRAD_EACH_CAPABILITY(extern const RowRangeKernels kRowRangeKernels; extern const RowPartKernels kRowPartKernels;
+                         extern const JsdRange kJsdRange; extern const JsdTangentsRange kJsdTangentsRange;)
 
 }  // namespace fusegrad::cpu
