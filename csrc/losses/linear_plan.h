@@ -38,15 +38,13 @@ inline std::optional<int64_t> budget_bytes(std::optional<int64_t> mib) {
   return std::min(*mib, std::numeric_limits<int64_t>::max() / kMiB) * kMiB;
 }
 
-constexpr int64_t kLogitsUnit = 16;   // bytes
-constexpr int64_t kLogitsLine = 128;  // a multiple of which rows begin at that must be the same in every call: kernels
-                                      // add up a row by where it lies in a line
+constexpr int64_t kLogitsUnit = 16;  // bytes
 
 /// Elements of one row of logits as the losses store it: rows start at multiples of 16 bytes, which matrix products
 /// and vector loads are several times faster with.
 template <class Size>
-Size logits_row_elements(Size vocab, int64_t element_size, int64_t unit = kLogitsUnit) {
-  const int64_t align = std::max<int64_t>(1, unit / element_size);
+Size logits_row_elements(Size vocab, int64_t element_size) {
+  const int64_t align = std::max<int64_t>(1, kLogitsUnit / element_size);
   return round_up(vocab, align);
 }
 

@@ -121,38 +121,22 @@ struct RowGradient {
   const void* entropy_low = nullptr;
 };
 
-/// What a row's outputs are made of, [kRowStates, N] acc: sums over columns as RowForward's, with m the largest z among
-/// them, and the target's logit, 0 where it is none of them.
-enum RowState : int64_t {
-  kStateMax,         // m
-  kStateSum,         // sum exp(z - m)
-  kStateShifted,     // sum (z - m), where there is smoothing
-  kStateTargetDot,   // sum a * (z - m) but for the target's own part of a, dense targets only
-  kStateMass,        // sum a, the same
-  kStateEntropyDot,  // sum exp(z - m) * (z - m)
-  kStateSquareDot,   // sum exp(z - m) * (z - m)^2
-  kStateAtIndex,
-  kRowStates
-};
-
-/// The states of rows over one part of the vocabulary, `cols` columns from `col_offset` of `vocab` on: the sums of
-/// `segments` segments (see losses/product.h), from `first_segment` on. RowForward's class_weight and index count in
-/// the whole vocabulary. Its outputs are not written but `predicted`, which counts in the part.
+/// What a row's outputs are made of, by segments of the vocabulary (losses/product.h): of `segments` segments, the first
+/// of which begins at column `col_offset` of `vocab`. A segment's state depends on its columns alone. RowForward's
+/// class_weight and index count in the whole vocabulary, logits start at the first segment. Its outputs are not written,
+/// but say what is wanted.
 struct RowPart : RowForward {
   int64_t vocab = 0;
   int64_t col_offset = 0;
   int64_t segment = 0;  // columns
   int64_t segments = 0;
-  void* states = nullptr;
+  void* states = nullptr;  // [segments, N, RowKernels::row_states] acc
 };
 
-/// RowForward's outputs, but for `predicted`, from the states of all parts: [parts, kRowStates, N], which are the sums
-/// of `segments[i]` segments each, in their order.
+/// RowForward's outputs from the states of all segments.
 struct RowWhole : RowForward {
   int64_t vocab = 0;
-  int64_t parts = 0;
-  const void* states = nullptr;
-  int64_t segments[kVocabSegments] = {};
+  const void* states = nullptr;  // [kVocabSegments, N, RowKernels::row_states] acc
 };
 
 /// One pointer for each value of a row that is differentiated: cross entropy, lse, entropy, and the target's
@@ -341,14 +325,14 @@ struct RowKernels {
   void (*jsd)(const RowJsd&, DType, void* stream);
   void (*tangents)(const RowTangents&, DType, void* stream);
   void (*jsd_tangents)(const RowJsdTangents&, DType, void* stream);
-  // Those of rows that are the same in every call; null: the device has none.
-  void (*part)(const RowPart&, DType, void* stream) = nullptr;
-  void (*whole)(const RowWhole&, DType, void* stream) = nullptr;
-  void (*product)(const Product&, DType, void* stream) = nullptr;
+  // Those of rows that are the same in every call.
+  void (*part)(const RowPart&, DType, void* stream);
+  void (*whole)(const RowWhole&, DType, void* stream);
+  int64_t row_states;  // acc values of a row's state
+  void (*product)(const Product&, DType, void* stream);
   // Whether it takes matrices of this dtype with so many hidden features; null: all.
   bool (*product_takes)(DType, int64_t hidden) = nullptr;
   int64_t (*product_workspace)(const Product&) = nullptr;  // bytes; null: none
-  int64_t product_unit = 1;                                // of vocab_segment
 };
 
 extern const RowKernels kCpuRowKernels;

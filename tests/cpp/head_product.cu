@@ -1,5 +1,6 @@
 // The linear losses' products on a Hopper GPU (csrc/cuda/losses/host/head_product.cu): parity with float64, rows' bits
-// alone, packed, permuted and repeated, and times beside cuBLAS and one pass over the weight.
+// alone, packed, permuted, repeated and in parts of 2 to 16 processes, and times beside cuBLAS and one pass over the
+// weight.
 //
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr --expt-extended-lambda -gencode=arch=compute_90a,code=sm_90a
 //     -DFUSEGRAD_SM90A -I csrc tests/cpp/head_product.cu csrc/cuda/losses/host/head_product.cu csrc/jit/driver.cpp
@@ -114,7 +115,7 @@ struct Problem {
     p.bias = sums ? nullptr : bias.data;
     p.out = out.data;
     p.out_stride = sums ? hidden : padded(vocab);
-    p.segment = sums ? fusegrad::vocab_segment(vocab, fusegrad::cuda::kProductUnit) : 0;
+    p.segment = sums ? fusegrad::vocab_segment(vocab, fusegrad::kGpuSegmentUnit) : 0;
     p.segments = sums ? fusegrad::kVocabSegments : 0;
     p.workspace = room;
     return p;
@@ -188,6 +189,57 @@ void test(DType dtype, bool sums, int n, int h, int v) {
   order.resize(3 * n);
   for (int i = 0; i < 3 * n; ++i) order[i] = i % n;
   compare(order, "three times");
+}
+
+// The sums of processes' parts, added up by pairs, have the bits of one process.
+void test_parts(DType dtype, int n, int h, int v) {
+  const auto a = normal(dtype, n * padded(v), 1, 1), w = normal(dtype, static_cast<size_t>(v) * h, 0.05f, 2);
+  Problem whole(dtype, true, n, h, v);
+  whole.a.put(a), whole.weight.put(w);
+  whole.run();
+  CHECK(cudaDeviceSynchronize());
+  const auto right = whole.out.get();
+  const int64_t segment = fusegrad::vocab_segment(v, fusegrad::kGpuSegmentUnit);
+  for (const int64_t world : {2, 4, 8, 16}) {
+    std::vector<std::vector<float>> sums;
+    for (int64_t rank = 0; rank < world; ++rank) {
+      const int64_t segments = fusegrad::kVocabSegments / world, first = rank * segments * segment;
+      const int64_t columns = std::min<int64_t>(v - first, segments * segment), stride = padded(columns);
+      sums.emplace_back(static_cast<size_t>(n) * h);
+      if (columns <= 0) continue;
+      Words part(n * stride);
+      for (int64_t row = 0; row < n; ++row) {
+        std::copy_n(a.begin() + row * padded(v) + first, columns, part.begin() + row * stride);
+      }
+      Buffer<uint16_t> own(part.size());
+      own.put(part);
+      Buffer<float> out(sums.back().size());
+      Product p;
+      p.rows = n, p.cols = h, p.terms = columns;
+      p.a = own.data, p.a_stride = stride;
+      p.b = whole.weight.data + first * h, p.b_stride = h;
+      p.out = out.data, p.out_stride = h, p.float_out = true;
+      p.segment = segment, p.segments = segments;
+      const Buffer<char> workspace(fusegrad::cuda::product_workspace(p));
+      p.workspace = workspace.data;
+      fusegrad::cuda::product(p, dtype, nullptr);
+      CHECK(cudaDeviceSynchronize());
+      sums.back() = out.get();
+    }
+    for (; sums.size() > 1;) {
+      for (size_t i = 0; i < sums.size() / 2; ++i) {
+        if (i != 0) sums[i] = sums[2 * i];
+        for (size_t j = 0; j < sums[i].size(); ++j) sums[i][j] += sums[2 * i + 1][j];
+      }
+      sums.resize(sums.size() / 2);
+    }
+    for (size_t i = 0; i < right.size(); ++i) {
+      if (to_bits(dtype, sums[0][i]) == right[i]) continue;
+      expect(false, std::to_string(n) + " x " + std::to_string(h) + " x " + std::to_string(v) + ": the sum of " +
+                        std::to_string(world) + " processes differs at " + std::to_string(i));
+      break;
+    }
+  }
 }
 
 template <class Run>
@@ -274,6 +326,12 @@ int main(int count, char**) {
       test(dtype, sums, 300, 1024, 10016);
     }
     test(DType::kBFloat16, sums, 2100, 1032, 300);  // more than one group of tiles of rows; CTAs with all segments
+  }
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    test_parts(dtype, 5, 64, 4096);
+    test_parts(dtype, 200, 72, 5003);
+    test_parts(dtype, 70, 8, 13);
+    test_parts(dtype, 2100, 1032, 300);
   }
   if (failures == 0 && count == 1) time(4096, 151936);
   std::printf(failures == 0 ? "passed\n" : "%d failures\n", failures);

@@ -37,8 +37,8 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, grad_weight_into);
   /// A row's loss, aux values and gradient of the input are bitwise the same whatever other rows are in the call,
   /// however many there are, however workspace_mib cuts them and whichever outputs are asked for. The gradients are
-  /// computed in the backward. Class indices alone. On the CPU with vocab_parallel too, of whichever number of
-  /// processes, whose parts are 1, 2, 4, 8 or 16 of the vocabulary's sixteenths. docs/losses.md has the price.
+  /// computed in the backward. Class indices alone. With vocab_parallel of whichever number of processes, whose parts
+  /// are 1, 2, 4, 8 or 16 of the vocabulary's sixteenths. docs/losses.md has the price.
   TORCH_ARG(bool, batch_invariant) = false;
 };
 

@@ -146,6 +146,6 @@ void sum(const RowSum& p, DType dtype, void*) {
 }  // namespace
 
 const RowKernels kCpuRowKernels = {forward,  gradient,     scales, sum,   scaling,     jsd,
-                                   tangents, jsd_tangents, part,   whole, cpu::product};
+                                   tangents, jsd_tangents, part,   whole, cpu::kRowStates, cpu::product};
 
 }  // namespace fusegrad

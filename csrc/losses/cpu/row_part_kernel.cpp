@@ -1,4 +1,4 @@
-// The states of parts of rows, and a row's outputs from those of its parts. This file is compiled once per instruction
+// The states of segments of rows, and a row's outputs from those of all. This file is compiled once per instruction
 // set, with CPU_CAPABILITY set: keep library templates and inline functions of other headers out.
 #include "losses/cpu/row_range.h"
 #include "losses/cpu/row_stats.h"
@@ -53,41 +53,15 @@ RowStats<Acc> pair(const RowStats<Acc>& a, int64_t a_cols, const RowStats<Acc>& 
   return both;
 }
 
-// Sums that wait for their pair, as in a binary counter.
+// What a segment of a row leaves behind.
 template <class Acc>
-class Pairs {
- public:
-  void add(RowStats<Acc> stats, int64_t cols, int64_t segments) {
-    while (count_ > 0 && segments_[count_ - 1] == segments) {
-      --count_;
-      stats = pair(stats_[count_], cols_[count_], stats, cols);
-      cols += cols_[count_];
-      segments *= 2;
-    }
-    stats_[count_] = stats;
-    cols_[count_] = cols;
-    segments_[count_++] = segments;
-  }
-  const RowStats<Acc>& sum() const { return stats_[0]; }
-
- private:
-  static constexpr int kMost = 6;
-  RowStats<Acc> stats_[kMost];
-  int64_t cols_[kMost], segments_[kMost], count_ = 0;
+struct State {
+  RowStats<Acc> stats;
+  Acc at_index = 0;  // the target's logit, where it is one of the columns
+  Acc best = kNothing<Acc>, best_column = 0;
 };
-
-// function(place, member of RowStats) for each.
-template <class Acc, class Function>
-void each_state(Function&& function) {
-  using Stats = RowStats<Acc>;
-  function(kStateMax, &Stats::max);
-  function(kStateSum, &Stats::sum);
-  function(kStateShifted, &Stats::shifted);
-  function(kStateTargetDot, &Stats::target_dot);
-  function(kStateMass, &Stats::mass);
-  function(kStateEntropyDot, &Stats::entropy_dot);
-  function(kStateSquareDot, &Stats::square_dot);
-}
+static_assert(sizeof(State<float>) == kRowStates * sizeof(float));
+static_assert(sizeof(State<double>) == kRowStates * sizeof(double));
 
 template <class T>
 void part_rows(const RowPart& p, int64_t begin, int64_t end) {
@@ -97,31 +71,27 @@ void part_rows(const RowPart& p, int64_t begin, int64_t end) {
                       : p.entropy != nullptr ? Moments::kFirst
                                              : Moments::kNone;
   for (int64_t n = begin; n < end; ++n) {
-    const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride;
-    auto* states = static_cast<Acc*>(p.states) + n;
     const Target<T> target(p.targets, n, p.vocab);
     const auto transform = of_row(common, p.row_scale, n);
-    RowStats<Acc> stats;
-    Acc at_index = 0;
-    if (target.kept || p.lse_of_ignored) {
-      const auto moments = target.kept ? wanted : p.mean != nullptr ? Moments::kFirst : Moments::kNone;
-      Pairs<Acc> pairs;
-      for (int64_t s = 0; s < p.segments; ++s) {
-        const int64_t first = s * p.segment < p.cols ? s * p.segment : p.cols;
-        const int64_t cols = p.segment < p.cols - first ? p.segment : p.cols - first;
-        pairs.add(stats_of(row + first, p.col_offset + first, cols, transform, target, moments), cols, 1);
+    const auto moments = target.kept ? wanted : p.mean != nullptr ? Moments::kFirst : Moments::kNone;
+    for (int64_t s = 0; s < p.segments; ++s) {
+      const int64_t first = s * p.segment < p.cols ? s * p.segment : p.cols;
+      const int64_t cols = p.segment < p.cols - first ? p.segment : p.cols - first;
+      const int64_t column = p.col_offset + first;
+      const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride + first;
+      State<Acc> state;
+      if (target.kept || p.lse_of_ignored) state.stats = stats_of(row, column, cols, transform, target, moments);
+      if (target.kept && target.index >= column && target.index < column + cols) {
+        state.at_index = transform.one(static_cast<Acc>(row[target.index - column]));
       }
-      stats = pairs.sum();
+      if (target.kept && p.predicted != nullptr && cols > 0) {
+        const int64_t best = first_of_largest(row, cols, transform.scale);
+        const auto x = static_cast<Acc>(row[best]);
+        state.best = transform.scale >= 0 ? x : -x;
+        state.best_column = static_cast<Acc>(column + best);
+      }
+      static_cast<State<Acc>*>(p.states)[s * p.rows + n] = state;
     }
-    if (target.kept) {
-      const int64_t y = target.index - p.col_offset;
-      if (y >= 0 && y < p.cols) at_index = transform.one(static_cast<Acc>(row[y]));
-      if (p.predicted != nullptr) put(p.predicted, n, first_of_largest(row, p.cols, transform.scale));
-    } else {
-      put(p.predicted, n, int64_t{-1});
-    }
-    each_state<Acc>([&](int64_t place, auto member) { states[place * p.rows] = stats.*member; });
-    states[kStateAtIndex * p.rows] = at_index;
   }
 }
 
@@ -131,24 +101,29 @@ void whole_rows(const RowWhole& p, int64_t begin, int64_t end) {
   const int64_t segment = (p.vocab + kVocabSegments - 1) / kVocabSegments;
   for (int64_t n = begin; n < end; ++n) {
     const Target<T> target(p.targets, n, p.vocab);
-    Pairs<Acc> pairs;
-    Acc at_index = 0;
-    int64_t first = 0;
-    for (int64_t i = 0; i < p.parts; ++i) {
-      const auto* states = static_cast<const Acc*>(p.states) + i * kRowStates * p.rows + n;
-      RowStats<Acc> stats;
-      each_state<Acc>([&](int64_t place, auto member) { stats.*member = states[place * p.rows]; });
-      const int64_t start = first * segment < p.vocab ? first * segment : p.vocab;
-      first += p.segments[i];
-      const int64_t stop = first * segment < p.vocab ? first * segment : p.vocab;
-      if (target.index >= start && target.index < stop) at_index = states[kStateAtIndex * p.rows];
-      pairs.add(stats, stop - start, p.segments[i]);
+    RowStats<Acc> sums[kVocabSegments];
+    int64_t cols[kVocabSegments];
+    Acc at_index = 0, best = kNothing<Acc>, best_column = 0;
+    for (int64_t s = 0; s < kVocabSegments; ++s) {
+      const auto& state = static_cast<const State<Acc>*>(p.states)[s * p.rows + n];
+      const int64_t first = s * segment < p.vocab ? s * segment : p.vocab;
+      sums[s] = state.stats;
+      cols[s] = segment < p.vocab - first ? segment : p.vocab - first;
+      if (target.index >= first && target.index < first + cols[s]) at_index = state.at_index;
+      if (state.best > best) best = state.best, best_column = state.best_column;
     }
-    auto stats = pairs.sum();
+    for (int64_t far = 1; far < kVocabSegments; far *= 2) {
+      for (int64_t s = 0; s < kVocabSegments; s += 2 * far) {
+        sums[s] = pair(sums[s], cols[s], sums[s + far], cols[s + far]);
+        cols[s] += cols[s + far];
+      }
+    }
+    auto stats = sums[0];
     // As in a row of one part, where -inf less itself is NaN.
     if (stats.max == kNothing<Acc>) stats.sum = std::numeric_limits<Acc>::quiet_NaN();
     if (target.kept) {
       put_kept(p, n, stats, target, at_index, p.vocab);
+      put(p.predicted, n, static_cast<int64_t>(best_column));
     } else {
       put_ignored(p, n, stats, p.lse_of_ignored);
     }

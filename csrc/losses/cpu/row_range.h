@@ -18,7 +18,8 @@ struct RowRangeKernels {
   void (*tangents)(const RowTangents&, DType, int64_t begin, int64_t end);
 };
 
-/// The same for the states of parts of a row.
+/// The same for the states of segments of a row.
+constexpr int64_t kRowStates = 10;  // acc values
 struct RowPartKernels {
   void (*part)(const RowPart&, DType, int64_t begin, int64_t end);
   void (*whole)(const RowWhole&, DType, int64_t begin, int64_t end);

@@ -88,11 +88,7 @@ CheckedLinearCall prepare(const LinearCrossEntropyCall& call, const Shards& shar
   if (transformed && (o.grad_weight_into() || o.batch_invariant()))
     refuse_transforms("linear_cross_entropy with grad_weight_into or batch_invariant", tensors);
   check_linear(kOp, "input", input, "linear_weight", linear_weight, "linear_bias", o.linear_bias());
-  if (shards && o.batch_invariant()) {
-    FUSEGRAD_CHECK_VALUE(input.is_cpu(), kOp,
-                         "batch_invariant must be False over a vocabulary that processes share on a GPU, but got True");
-    vocab_nodes(kOp, shards, shards.vocab());  // raises
-  }
+  if (shards && o.batch_invariant()) vocab_nodes(kOp, shards, shards.vocab(), input.device());  // raises
   CheckedLinearCall made;
   made.options = make_row_options(kOp, call);
   auto& options = made.options;

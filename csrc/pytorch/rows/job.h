@@ -79,11 +79,8 @@ class RowJob {
   /// forward() has a collective in all processes. `different`: see CrossEntropyForward.
   void set_shards(const Shards& shards, const std::optional<at::Tensor>& different = {});
 
-  /// Sums over a row's columns are those of segments, by pairs: see losses/product.h. For class indices. Devices
-  /// without the kernels have whole rows alone, which they add up in one order.
-  void set_segments(const VocabNodes& nodes) {
-    if (device_.kernels->part != nullptr) nodes_ = nodes;
-  }
+  /// Sums over a row's columns are those of segments, by pairs: see losses/product.h. For class indices.
+  void set_segments(const VocabNodes& nodes) { nodes_ = nodes; }
 
   /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
   /// float16, where they leave a factor for later, see RowScales.

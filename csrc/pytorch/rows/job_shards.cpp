@@ -201,12 +201,10 @@ void RowJob::combine(const Tensor& parts, int64_t first) {
   }
 }
 
-// The states of this process's part of the rows, and the outputs from those of all parts, in their order.
+// The states of this process's segments of the rows, and the outputs from those of all.
 void RowJob::forward_by_segments(const Tensor& logits, int64_t first) {
-  const int64_t count = logits.size(0);
-  const bool predict = out_.predicted_tokens.numel() != 0;
-  // With two rows behind them for the parts' predictions.
-  const auto states = at::zeros({kRowStates + (predict && shards_ ? 2 : 0), count}, acc_);
+  const auto& kernels = *device_.kernels;
+  const auto states = at::empty({nodes_.most_segments(), logits.size(0), kernels.row_states}, acc_);
   RowPart part;
   describe(part, logits, first);
   part.vocab = vocab_;
@@ -214,37 +212,14 @@ void RowJob::forward_by_segments(const Tensor& logits, int64_t first) {
   part.segment = nodes_.segment;
   part.segments = nodes_.mine().segments;
   part.states = states.data_ptr();
-  Tensor predicted;
-  if (predict && shards_) {
-    predicted = at::zeros({count}, acc_.dtype(at::kLong));
-    part.predicted = predicted.data_ptr();
-  }
-  if (part.segments == 0) {
-    states[kStateMax].fill_(-kInfinity);
-  } else {
-    device_.kernels->part(part, to_dtype(dtype_), device_.stream);
-  }
-  if (predicted.defined()) {
-    states[kRowStates].fill_(-kInfinity);
-    if (logits.size(1) != 0) states[kRowStates].copy_(logits_at(logits, predicted, first));
-    states[kRowStates + 1].copy_(predicted);
-  }
+  if (part.segments > 0) kernels.part(part, to_dtype(dtype_), device_.stream);
   if (different_) states.masked_fill_(*different_, std::numeric_limits<double>::quiet_NaN());
-  const auto all = shards_ ? gather_parts(states, shards_) : states.unsqueeze(0);
-  const auto ordered = in_order(all.narrow(1, 0, kRowStates), nodes_);
+  const auto all = shards_ ? segments_of_all(gather_parts(states, shards_), nodes_) : states;
   RowWhole whole;
   describe(whole, logits, first);
-  whole.predicted = nullptr;
   whole.vocab = vocab_;
-  whole.parts = static_cast<int64_t>(nodes_.order.size());
-  whole.states = ordered.const_data_ptr();
-  for (size_t i = 0; i < nodes_.order.size(); ++i) whole.segments[i] = nodes_.of_rank(nodes_.order[i]).segments;
-  device_.kernels->whole(whole, to_dtype(dtype_), device_.stream);
-  if (predicted.defined()) {
-    const auto index = first_largest(all.select(1, kRowStates), all.select(1, kRowStates + 1), shards_);
-    out_.predicted_tokens.narrow(0, first, count)
-        .copy_(index.masked_fill(kept_.narrow(0, first, count).logical_not(), -1));
-  }
+  whole.states = all.const_data_ptr();
+  kernels.whole(whole, to_dtype(dtype_), device_.stream);
 }
 
 }  // namespace fusegrad

@@ -21,14 +21,13 @@ struct Head {
   void logits(const at::Tensor& out, const at::Tensor& input, int64_t column, const FixedProducts& fixed = {}) const {
     const auto w = part(weight, 0, column, out.size(1));
     const auto b = bias.defined() ? part(bias, 0, column, out.size(1)) : bias;
-    if (fixed.nodes) return fixed_product(out, input, w, b);
-    by_tiles(out, tile_input(input, fixed.tile), fixed.tile, [&](at::Tensor z, const at::Tensor& x) {
-      if (b.defined()) {
-        at::addmm_out(z, b, x, w.t());
-      } else {
-        at::mm_out(z, x, w.t());
-      }
-    });
+    if (fixed) return fixed_logits(out, input, w, b, fixed);
+    auto z = out;
+    if (b.defined()) {
+      at::addmm_out(z, b, input, w.t());
+    } else {
+      at::mm_out(z, input, w.t());
+    }
   }
 
   at::Tensor weight;
@@ -124,10 +123,9 @@ struct Sum {
 };
 
 /// Rows of logits with their padding, and without it.
-inline at::Tensor padded_logits(int64_t rows, int64_t columns, const at::TensorOptions& options,
-                                int64_t unit = kLogitsUnit) {
+inline at::Tensor padded_logits(int64_t rows, int64_t columns, const at::TensorOptions& options) {
   const auto size = static_cast<int64_t>(options.dtype().itemsize());
-  return empty_result({rows, logits_row_elements(columns, size, unit)}, options);
+  return empty_result({rows, logits_row_elements(columns, size)}, options);
 }
 inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorOptions& options) {
   return part(padded_logits(rows, columns, options), 1, 0, columns);
@@ -179,11 +177,10 @@ class ChunkGradients {
     const bool direct = block.scalar_type() == z.scalar_type();
     const auto product = direct ? block : at::empty(block.sizes(), z.options());
     if (inplace_ && direct) begin_overwriting("the input");
-    if (fixed_.nodes) {
-      fixed_product(product, z, head.weight, {}, fixed_.nodes);
+    if (fixed_) {
+      fixed_sums(product, z, head.weight, fixed_);
     } else {
-      by_tiles(product, z, fixed_.tile,
-               [&](const at::Tensor& out, const at::Tensor& rows) { multiply(out, rows, head.weight, /*add=*/false); });
+      multiply(product, z, head.weight, /*add=*/false);
     }
     if (direct) return;
     if (inplace_) begin_overwriting("the input");
@@ -212,9 +209,9 @@ class ChunkGradients {
   void start_sum(const Head& head, const at::Tensor& x, const at::Tensor& z, int64_t first) {
     const auto acc = acc_type(z.scalar_type());
     first_ = first;
-    if (fixed_.nodes) {
-      sum_ = at::empty(x.sizes(), z.options());
-      fixed_product(sum_, z, head.weight, {}, fixed_.nodes);
+    if (fixed_) {
+      sum_ = at::empty(x.sizes(), z.options().dtype(acc));
+      fixed_sums(sum_, z, head.weight, fixed_);
       return;
     }
     sum_ = at::empty(x.sizes(), z.options().dtype(sum_dtype_ == z.scalar_type() ? z.scalar_type() : acc));
@@ -224,7 +221,7 @@ class ChunkGradients {
   // In place it writes rows that the weight's product has read by then.
   void finish_sum() {
     if (!sum_.defined()) return;
-    if (fixed_.nodes) {
+    if (fixed_) {
       sum_ = sum_by_pairs(gather_parts(sum_, shards_), fixed_.nodes);
     } else {
       fusegrad::finish_sum(sum_, shards_);

@@ -151,8 +151,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   chunks.set_shards(shards, linear.accumulate_dtype);
   auto kept = at::empty({0}, input.options());
   if (vocab != 0 || keep) {
-    const auto padded = padded_logits(std::min(plan.rows, rows), columns, input.options().dtype(dtype),
-                                      fixed ? kLogitsLine : kLogitsUnit);
+    const auto padded = padded_logits(std::min(plan.rows, rows), columns, input.options().dtype(dtype));
     const auto buffer = part(padded, 1, 0, columns);
     if (keep) {
       kept = padded;

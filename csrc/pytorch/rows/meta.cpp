@@ -51,9 +51,7 @@ Tensor cross_entropy_rows_second(const CrossEntropyRowsSecond& c) { return gradi
 template <bool inplace>
 LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& c) {
   const auto options = c.input.options().requires_grad(false);
-  const bool alone = (c.options.aux & kBatchInvariant) != 0;
-  const auto columns = logits_row_elements(c.linear_weight.sym_size(0), static_cast<int64_t>(c.input.element_size()),
-                                           alone ? kLogitsLine : kLogitsUnit);
+  const auto columns = logits_row_elements(c.linear_weight.sym_size(0), static_cast<int64_t>(c.input.element_size()));
   return std::tuple_cat(
       row_outputs(c.input.sym_size(0), c.input, c.target, c.weight, c.options),
       std::tuple(c.keep_logits ? at::empty_symint({c.input.sym_size(0), columns}, options) : at::empty({0}, options)),

@@ -23,14 +23,15 @@ struct VocabNodes {
   explicit operator bool() const { return !of_ranks.empty(); }
   const Node& of_rank(int64_t r) const { return of_ranks[static_cast<size_t>(r)]; }
   const Node& mine() const { return of_rank(rank); }
+  int64_t most_segments() const;
 };
 
-/// Those of a vocabulary; of all processes, with shards. unit: vocab_segment. Raises a ValueError that begins with `op`
-/// where a part is none of the sums.
-VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab, int64_t unit = 1);
+/// Those of a vocabulary; of all processes, with shards. Raises a ValueError that begins with `op` where a part is none
+/// of the sums.
+VocabNodes vocab_nodes(const char* op, const Shards& shards, int64_t vocab, const at::Device& device);
 
-/// [processes, ...] contiguous, without the processes that have no segments and by their segments.
-at::Tensor in_order(const at::Tensor& parts, const VocabNodes& nodes);
+/// [kVocabSegments, ...] contiguous, in the vocabulary's order, from the processes' [processes, most_segments(), ...].
+at::Tensor segments_of_all(const at::Tensor& parts, const VocabNodes& nodes);
 
 /// The sum of all segments from those of the processes, [processes, ...].
 at::Tensor sum_by_pairs(const at::Tensor& parts, const VocabNodes& nodes);

@@ -1,5 +1,5 @@
-"""batch_invariant over a vocabulary that 2, 3 and 4 processes share, by gloo: the bits of one process. The cases of
-same_bits_worker.py, which all run in one start of the processes."""
+"""batch_invariant over a vocabulary that 2, 3 and 4 processes share: the bits of one process. The cases of
+same_bits_worker.py, which all run in one start of the processes for each device."""
 
 import pytest
 import torch.distributed as dist
@@ -13,11 +13,10 @@ from same_bits_worker import CASES, SIXTEENTHS
 from support import SUPPORT
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> processes.Outcomes:
-    return processes.start(
-        SUPPORT / "same_bits_worker.py", "cpu", max(SIXTEENTHS), tmp_path_factory.mktemp("processes")
-    )
+@pytest.fixture(scope="module", params=["cpu", "one cuda", "cuda"])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> processes.Outcomes:
+    folder = tmp_path_factory.mktemp("processes")
+    return processes.start(SUPPORT / "same_bits_worker.py", request.param, max(SIXTEENTHS), folder)
 
 
 @rows_of("name, world", [(name, world) for name in CASES for world in SIXTEENTHS], tests=8)

@@ -1,7 +1,8 @@
 """Cases that several processes run together: one start of the processes for all of them.
 
 A worker script has `CASES`, by name; `main` runs each on the first 2, 3, … of the processes and writes down what went
-wrong. A test module starts the script once for a device and asks for each case.
+wrong. A test module starts the script once for a device and asks for each case: "cpu" by gloo, "cuda" by NCCL with a GPU
+for each process, "one cuda" by gloo with one GPU for all.
 """
 
 from __future__ import annotations
@@ -45,9 +46,14 @@ def start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
 def _start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [str(rank) for rank in range(processes)]
+    if device != "cuda":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cpu":
-        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        env["CUDA_VISIBLE_DEVICES"] = ""
         ranks = ["all"]
+    elif device == "one cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
     else:
         processes = min(torch.cuda.device_count(), processes)
         if processes < 2:
@@ -123,17 +129,18 @@ def main(
     processes, folder, device = int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     rank = _forked(processes) if sys.argv[1] == "all" else int(sys.argv[1])
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
+    if device != "cpu":
+        index = rank if device == "cuda" else 0
+        torch.cuda.set_device(index)
+        torch.set_default_device(f"cuda:{index}")
         fusegrad.set_check_targets(True)  # without it, values of targets and indices are not looked at
     dist.init_process_group(
-        "gloo" if device == "cpu" else "nccl",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=processes,
         timeout=timedelta(minutes=5),
-        device_id=None if device == "cpu" else torch.device("cuda", rank),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     outcomes: dict[str, str] = {}
     for world in range(2, processes + 1):

@@ -3,6 +3,7 @@ has the bits of one process."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +15,13 @@ from fusegrad import Aux, VocabParallel, reference
 from processes import assert_raises, main
 from torch import Tensor
 
-DEVICE = sys.argv[4] if __name__ == "__main__" else "cpu"
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-# Segments of 300 columns are summed in three steps, the last of which is short.
-SEGMENT, H, ROWS = 300, 70, 40
-V = 16 * SEGMENT
+ON_GPU = __name__ == "__main__" and "cuda" in sys.argv[4]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16 if ON_GPU else torch.float64)
+# Segments of 304 columns are summed in three steps, the last of which is short, and so is the last segment.
+SEGMENT, ROWS = 304, 40
+V = 16 * SEGMENT - 12
+# Products of ours on a GPU, and those of libraries.
+WIDTHS = (72, 70) if ON_GPU else (70,)
 # Sixteenths; uneven, in another order than the ranks', and one without any columns.
 SIXTEENTHS: dict[int, list[tuple[int, int]]] = {
     2: [(0, 8), (8, 16)],
@@ -51,20 +54,20 @@ def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
 def parts_of(group: Any) -> Iterator[VocabParallel]:
     world, rank = dist.get_world_size(group), dist.get_rank()
     for cuts in (SIXTEENTHS[world], EVEN) if world == 4 else (SIXTEENTHS[world],):
-        start, stop = cuts[rank]
-        yield VocabParallel(group, start * SEGMENT, stop * SEGMENT)
+        start, stop = (min(cut * SEGMENT, V) for cut in cuts[rank])
+        yield VocabParallel(group, start, stop)
 
 
-def inputs_of(dtype: torch.dtype) -> dict[str, Tensor]:
-    target = torch.randint(0, V, (ROWS,))
+def inputs_of(dtype: torch.dtype, width: int = WIDTHS[0], rows: int = ROWS) -> dict[str, Tensor]:
+    target = torch.randint(0, V, (rows,))
     target[5] = -100
     return {
-        "hidden": torch.randn(ROWS, H).to(dtype),
-        "weight": torch.randn(V, H).mul(0.4).to(dtype),
+        "hidden": torch.randn(rows, width).to(dtype),
+        "weight": torch.randn(V, width).mul(0.4).to(dtype),
         "bias": torch.randn(V).to(dtype),
         "class_weight": torch.rand(V) + 0.5,
         "target": target,
-        "scale": torch.rand(ROWS) + 0.5,
+        "scale": torch.rand(rows) + 0.5,
         "support": (target.clamp(0)[:, None] + 17 * torch.arange(90)) % V,
     }
 
@@ -102,15 +105,32 @@ def results(tensors: dict[str, Tensor], options: dict[str, Any], shards: VocabPa
     return [v for v in (*values, *gradients) if v is not None]
 
 
+def compare(tensors: dict[str, Tensor], options: dict[str, Any], shards: VocabParallel) -> None:
+    pairs = zip(results(tensors, options, shards), results(tensors, options, None), strict=True)
+    for i, (found, expected) in enumerate(pairs):
+        hidden = tensors["hidden"]
+        what = f"{shards.bounds}, {hidden.dtype}, {list(hidden.shape)}, {options}: result {i} differs"
+        assert_same_bits(found, expected, what)
+
+
 @case
 def same_bits(group: Any) -> None:
     for shards in parts_of(group):
         for dtype in DTYPES:
-            for options in OPTIONS:
-                tensors = inputs_of(dtype)
-                pairs = zip(results(tensors, options, shards), results(tensors, options, None), strict=True)
-                for i, (found, expected) in enumerate(pairs):
-                    assert_same_bits(found, expected, f"{shards.bounds}, {dtype}, {options}: result {i} differs")
+            for width in WIDTHS:
+                for options in OPTIONS:
+                    compare(inputs_of(dtype, width), options, shards)
+
+
+@case
+def many_rows(group: Any) -> None:
+    """More tiles than a GPU has multiprocessors, and chunks that end within a tile."""
+    if not ON_GPU:
+        return
+    for shards in parts_of(group):
+        for dtype, width in ((torch.bfloat16, 1032), (torch.float16, 1032), (torch.float32, 136)):
+            for budget in (None, 8):
+                compare(inputs_of(dtype, width, 4300), {"workspace_mib": budget}, shards)
 
 
 @case
@@ -144,23 +164,28 @@ def nothing_of_a_row(group: Any) -> None:
 
 @case
 def parity(group: Any) -> None:
+    dtype = torch.float32 if ON_GPU else torch.float64
+    close: Any = functools.partial(torch.testing.assert_close, **({"rtol": 1e-4, "atol": 1e-5} if ON_GPU else {}))
     for shards in parts_of(group):
-        tensors = inputs_of(torch.float64)
+        tensors = inputs_of(dtype)
         cut = slice(shards.start, shards.stop)
         hidden, weight = (tensors[n].clone().requires_grad_() for n in ("hidden", "weight"))
-        into = torch.zeros(shards.stop - shards.start, H, dtype=torch.float64)
+        into = torch.zeros(shards.stop - shards.start, WIDTHS[0], dtype=dtype)
         found = fusegrad.linear_log_prob(
             hidden, weight[cut], tensors["target"], batch_invariant=True, vocab_parallel=shards, grad_weight_into=into
         )
         (found.log_prob - 0.3 * found.entropy).sum().backward()
-        x, w = (tensors[n].clone().requires_grad_() for n in ("hidden", "weight"))
+        x, w = (tensors[n].to(torch.float64, copy=True).requires_grad_() for n in ("hidden", "weight"))
         loss, aux = reference.linear_cross_entropy(x, w, tensors["target"], reduction="none")
         (-loss - 0.3 * aux["entropy"]).sum().backward()
-        torch.testing.assert_close(found.log_prob, -loss)
-        torch.testing.assert_close(found.entropy, aux["entropy"])
-        torch.testing.assert_close(hidden.grad, x.grad)
-        assert w.grad is not None
-        torch.testing.assert_close(into, w.grad[cut])
+        assert hidden.grad is not None and x.grad is not None and w.grad is not None
+        for ours, truth in (
+            (found.log_prob, -loss),
+            (found.entropy, aux["entropy"]),
+            (hidden.grad, x.grad),
+            (into, w.grad[cut]),
+        ):
+            close(ours, truth.to(dtype))
 
 
 @case

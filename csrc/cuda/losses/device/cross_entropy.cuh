@@ -119,10 +119,14 @@ struct CrossEntropy {
   const Constants& constants;
   int64_t row;
   RowTarget<T> target;
+  int offset;  // of the first column in the vocabulary
   float row_scale = 1.f;
 
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row)
-      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {
+      : CrossEntropy(p, constants, row, p.cols) {}
+  /// Of part of a row, which can be added up.
+  __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row, int64_t vocab, int offset = 0)
+      : p(p), constants(constants), row(row), target(p.targets, constants, row, vocab), offset(offset) {
     if (kMode != Mode::kPlain && p.row_scale != nullptr) row_scale = static_cast<const float*>(p.row_scale)[row];
   }
 
@@ -235,7 +239,7 @@ struct CrossEntropy {
     }
     if constexpr (kMode == Mode::kDense) {
       float a[kWidth];
-      target.coefficients(constants, first, static_cast<int>(p.cols), 0, a);
+      target.coefficients(constants, first, static_cast<int>(p.cols), offset, a);
       float mass = 0.f;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {

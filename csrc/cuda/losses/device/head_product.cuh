@@ -1,7 +1,7 @@
 // The products of the linear losses whose rows have the same bits in every call (losses/product.h), on Hopper, in
 // bfloat16 or float16:
 //   logits   out = a @ b^T + bias,   b [cols, terms]
-//   sums     out = a @ b,            b [terms, cols], over sixteen segments of the terms, which add up by pairs
+//   sums     out = a @ b,            b [terms, cols], over up to sixteen segments of the terms, which add up by pairs
 //
 // An element is a chain of one instruction (m64n256k16) over its terms from the first on; what is beyond the last is
 // zero. Rows and columns of the instruction do not see one another, so neither the place in a tile nor what stands
@@ -43,12 +43,14 @@ struct Params {
   int rows, cols, terms;
   int width;         // columns of a tile, a multiple of 8: kCols, or fewer for logits
   int segment;       // terms of one; logits: all terms
+  int segments;      // a power of two
   int used;          // segments that have terms, at least 1; logits: 1
   bool split;        // sums: a CTA has one segment of a tile, and add_parts_kernel adds them up. True for one group
   const void* bias;  // [cols] T, or null
-  void* out;         // T
+  void* out;         // T; sums: float where float_out
+  bool float_out;
   long long out_stride;
-  float* parts;  // sums, split: [kSegments, rows, cols]; otherwise kKeptFloats a CTA
+  float* parts;  // sums, split: [segments, rows, cols]; otherwise kKeptFloats a CTA
 };
 
 template <int kGroups>
@@ -66,13 +68,13 @@ struct Place {
     row = (group * kRowGroup + rest % height) * kRows;
     col = rest / height * p.width;
     first = p.split ? i / (row_tiles * col_tiles) : 0;
-    end = p.split ? first + 1 : kSegments;
+    end = p.split ? first + 1 : p.segments;
   }
 };
 template <int kGroups>
 __host__ __device__ __forceinline__ int items_of(const Params& p) {
   constexpr int kRows = Shape<kGroups>::kRows;
-  return (p.rows + kRows - 1) / kRows * ((p.cols + p.width - 1) / p.width) * (p.split ? kSegments : 1);
+  return (p.rows + kRows - 1) / kRows * ((p.cols + p.width - 1) / p.width) * (p.split ? p.segments : 1);
 }
 __device__ __forceinline__ int steps_of(const Params& p, int segment) {
   if (segment >= p.used) return 0;
@@ -144,15 +146,15 @@ __device__ __forceinline__ void add_bias(const Params& p, int col, float (&x)[kC
   }
 }
 
-/// A segment's sums of a tile, for add_parts_kernel. Columns are even.
-__device__ __forceinline__ void store_part(const Params& p, int segment, int first_row, int col,
-                                           const float (&x)[kCols / 8][4]) {
+/// Sums of a tile to `out` [rows, cols]. Columns are even.
+__device__ __forceinline__ void store_floats(const Params& p, float* out, long long stride, int first_row, int col,
+                                             const float (&x)[kCols / 8][4]) {
   const int from = col + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + 8 * r;
     if (row >= p.rows) continue;
-    float* to = p.parts + (static_cast<long long>(segment) * p.rows + row) * p.cols + from;
+    float* to = out + row * stride + from;
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j) {
       if (8 * j < p.cols - from) *reinterpret_cast<float2*>(to + 8 * j) = {x[j][2 * r], x[j][2 * r + 1]};
@@ -178,7 +180,7 @@ __device__ __forceinline__ void add_pairs(const Params& p, int s, float (&x)[kCo
       x[j][3] = first.w + x[j][3];
     }
   }
-  if (level == kLevels) return;
+  if (s == p.segments - 1) return;
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
     kept[(level * kBlocks + j) * kThreads] = make_float4(x[j][0], x[j][1], x[j][2], x[j][3]);
@@ -226,11 +228,15 @@ __device__ __forceinline__ void consume(const Params& p, unsigned stages, unsign
       if constexpr (!kSums) {
         add_bias<T>(p, place.col, x);
         store<T>(p, row, place.col, x);
-      } else if (kGroups == 1 || p.split) {
-        store_part(p, s, row, place.col, x);
       } else {
-        add_pairs<kGroups>(p, s, x);
-        if (s == kSegments - 1) store<T>(p, row, place.col, x);
+        const bool split = kGroups == 1 || p.split;
+        if (!split) add_pairs<kGroups>(p, s, x);
+        if (split || (p.float_out && s == p.segments - 1)) {
+          store_floats(p, split ? p.parts + static_cast<long long>(s) * p.rows * p.cols : static_cast<float*>(p.out),
+                       split ? p.cols : p.out_stride, row, place.col, x);
+        } else if (s == p.segments - 1) {
+          store<T>(p, row, place.col, x);
+        }
       }
     }
   }
@@ -271,19 +277,26 @@ __global__ void __launch_bounds__(kAddThreads) add_parts_kernel(const __grid_con
   if (i >= all) return;
   float4 x[kSegments];
 #pragma unroll
-  for (int s = 0; s < kSegments; ++s) x[s] = reinterpret_cast<const float4*>(p.parts)[s * all + i];
+  for (int s = 0; s < kSegments; ++s) {
+    if (s < p.segments) x[s] = reinterpret_cast<const float4*>(p.parts)[s * all + i];
+  }
 #pragma unroll
   for (int far = 1; far < kSegments; far *= 2) {
 #pragma unroll
     for (int s = 0; s < kSegments; s += 2 * far) {
+      if (far >= p.segments) continue;
       x[s].x += x[s + far].x;
       x[s].y += x[s + far].y;
       x[s].z += x[s + far].z;
       x[s].w += x[s + far].w;
     }
   }
-  auto* to = static_cast<T*>(p.out) + i / fours * p.out_stride + i % fours * 4;
-  *reinterpret_cast<uint2*>(to) = {pack(T{}, x[0].x, x[0].y), pack(T{}, x[0].z, x[0].w)};
+  const long long at = i / fours * p.out_stride + i % fours * 4;
+  if (p.float_out) {
+    *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = x[0];
+  } else {
+    *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + at) = {pack(T{}, x[0].x, x[0].y), pack(T{}, x[0].z, x[0].w)};
+  }
 }
 
 }  // namespace fusegrad::device::head

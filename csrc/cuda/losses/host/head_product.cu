@@ -69,10 +69,12 @@ void launch_product(const Product& p, DType dtype, void* stream) {
   q.terms = static_cast<int>(p.terms);
   q.width = width_of(p);
   q.segment = kSums ? static_cast<int>(p.segment) : q.terms;
+  q.segments = kSums ? static_cast<int>(p.segments) : 1;
   q.used = static_cast<int>(ceil_div(int64_t{q.terms}, int64_t{q.segment}));
   q.split = splits(p);
   q.bias = p.bias;
   q.out = p.out;
+  q.float_out = p.float_out;
   q.out_stride = p.out_stride;
   q.parts = static_cast<float*>(p.workspace);
   q.a = boxes_of(p.a, dtype, {.cols = p.terms, .rows = p.rows, .row_stride = p.a_stride, .box_rows = Shape::kRows});
@@ -122,7 +124,7 @@ bool product_takes(DType dtype, int64_t hidden) {
 int64_t product_workspace(const Product& p) {
   if (p.segments == 0) return 0;
   constexpr int64_t kFloat = sizeof(float);
-  return kFloat * (splits(p) ? kVocabSegments * p.rows * p.cols
+  return kFloat * (splits(p) ? p.segments * p.rows * p.cols
                              : current_device().multiprocessors * int64_t{head::Shape<2>::kKeptFloats});
 }
 
@@ -133,11 +135,11 @@ void product(const Product& p, DType dtype, void* stream) {
   if (p.rows >= INT32_MAX || p.cols >= INT32_MAX || p.terms >= INT32_MAX || tiles > kMost) {
     fail("fusegrad: ", kName, ": too many rows or columns: ", p.rows, " x ", p.terms, " x ", p.cols);
   }
-  if (p.segments != 0 && p.segments != kVocabSegments) {
-    fail("fusegrad: ", kName, ": a vocabulary must have all its segments, but has ", p.segments);
+  if (p.segments < 0 || p.segments > kVocabSegments || (p.segments & (p.segments - 1)) != 0) {
+    fail("fusegrad: ", kName, ": a process must have 1, 2, 4, 8 or 16 segments, but has ", p.segments);
   }
-  if (p.segment % kProductUnit != 0) {
-    fail("fusegrad: ", kName, ": segments must begin at multiples of ", kProductUnit, " columns, but have ", p.segment);
+  if (p.segment % kGpuSegmentUnit != 0) {
+    fail("fusegrad: ", kName, ": segments must begin at multiples of ", kGpuSegmentUnit, " columns, but have ", p.segment);
   }
   dtype == DType::kFloat16 ? launch_product<device::Float16>(p, dtype, stream)
                            : launch_product<device::BFloat16>(p, dtype, stream);

@@ -13,10 +13,11 @@ void row_sum(const RowSum& p, DType dtype, void* stream);
 void row_jsd(const RowJsd& p, DType dtype, void* stream);
 void row_tangents(const RowTangents& p, DType dtype, void* stream);
 void row_jsd_tangents(const RowJsdTangents& p, DType dtype, void* stream);
+void row_part(const RowPart& p, DType dtype, void* stream);
+void row_whole(const RowWhole& p, DType dtype, void* stream);
+constexpr int64_t kRowStates = 12;  // acc values
 void product(const Product& p, DType dtype, void* stream);
 bool product_takes(DType dtype, int64_t hidden);
-/// TMA copies boxes that begin at multiples of 16 bytes alone.
-constexpr int64_t kProductUnit = 8;
 int64_t product_workspace(const Product& p);
 
 }  // namespace fusegrad::cuda

@@ -116,9 +116,11 @@ const RowKernels kCudaRowKernels = {.forward = cuda::row_forward,
                                     .jsd = cuda::row_jsd,
                                     .tangents = cuda::row_tangents,
                                     .jsd_tangents = cuda::row_jsd_tangents,
+                                    .part = cuda::row_part,
+                                    .whole = cuda::row_whole,
+                                    .row_states = cuda::kRowStates,
                                     .product = cuda::product,
                                     .product_takes = cuda::product_takes,
-                                    .product_workspace = cuda::product_workspace,
-                                    .product_unit = cuda::kProductUnit};
+                                    .product_workspace = cuda::product_workspace};
 
 }  // namespace fusegrad
