@@ -10,10 +10,11 @@
 
 namespace fusegrad {
 
-/// A vocabulary is sixteen segments of ceil(V / 16) columns, rounded up to whole units; the last ones may have fewer, or
-/// none. Every sum over its columns is one over each segment, in one order, and then of these in one order. A product's
-/// segments add up by pairs: the sum of 16 is that of the first 8 and that of the last 8, and so on down. A process that
-/// has 1, 2, 4, 8 or 16 segments from a multiple of as many on has one of these sums, whatever the others have.
+/// A vocabulary is sixteen segments of ceil(V / 16) columns, rounded up to whole units; the last ones may have fewer,
+/// or none. Every sum over its columns is one over each segment, in one order, and then of these in one order. A
+/// product's segments add up by pairs: the sum of 16 is that of the first 8 and that of the last 8, and so on down. A
+/// process that has 1, 2, 4, 8 or 16 segments from a multiple of as many on has one of these sums, whatever the others
+/// have.
 constexpr int64_t kVocabSegments = 16;
 
 /// Columns at whose multiples segments begin on GPUs, which read vectors of 16 bytes and copy boxes from there alone; 1

@@ -121,10 +121,10 @@ struct RowGradient {
   const void* entropy_low = nullptr;
 };
 
-/// What a row's outputs are made of, by segments of the vocabulary (losses/product.h): of `segments` segments, the first
-/// of which begins at column `col_offset` of `vocab`. A segment's state depends on its columns alone. RowForward's
-/// class_weight and index count in the whole vocabulary, logits start at the first segment. Its outputs are not written,
-/// but say what is wanted.
+/// What a row's outputs are made of, by segments of the vocabulary (losses/product.h): of `segments` segments, the
+/// first of which begins at column `col_offset` of `vocab`. A segment's state depends on its columns alone.
+/// RowForward's class_weight and index count in the whole vocabulary, logits start at the first segment. Its outputs
+/// are not written, but say what is wanted.
 struct RowPart : RowForward {
   int64_t vocab = 0;
   int64_t col_offset = 0;

@@ -316,9 +316,9 @@ def linear_cross_entropy(
             ``torch.export`` raise.
         batch_invariant: a row's loss, aux values and gradient of ``input`` are bitwise the same whatever other rows are
             in the call, however many there are, however ``workspace_mib`` cuts them and whichever outputs are asked
-            for, with any number of threads and, over ``vocab_parallel``, of processes, whose parts must then be 1, 2, 4,
-            8 or 16 of the vocabulary's sixteenths. The gradients are computed in the backward: docs/losses.md has the
-            price. The scale of reduction 'mean' and the weight's gradient are of all rows. Not with class
+            for, with any number of threads and, over ``vocab_parallel``, of processes, whose parts must then be 1, 2,
+            4, 8 or 16 of the vocabulary's sixteenths. The gradients are computed in the backward: docs/losses.md has
+            the price. The scale of reduction 'mean' and the weight's gradient are of all rows. Not with class
             probabilities.
         vocab_parallel: ``linear_weight`` and ``linear_bias`` (and the columns of class probabilities) are a part of
             the vocabulary's, and a group of processes has the others: see :class:`fusegrad.VocabParallel`. A weight

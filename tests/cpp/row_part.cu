@@ -1,5 +1,5 @@
-// The statistics of rows by segments of the vocabulary (csrc/cuda/losses/host/row_part.cu): parity with float64, bits of
-// rows alone and in parts of 2 to 16 processes, and times beside the kernel that reads whole rows.
+// The statistics of rows by segments of the vocabulary (csrc/cuda/losses/host/row_part.cu): parity with float64, bits
+// of rows alone and in parts of 2 to 16 processes, and times beside the kernel that reads whole rows.
 //
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr --expt-extended-lambda -gencode=arch=compute_90a,code=sm_90a
 //     -I csrc tests/cpp/row_part.cu csrc/cuda/losses/host/row_part.cu csrc/cuda/losses/host/row_forward.cu
@@ -95,8 +95,8 @@ struct Call {
     p.transform = {0.7, options.cap};
     p.alone = true;
     p.predicted = options.predicted ? predicted.data : nullptr;
-    void** places[kOutputs] = {&p.loss, &p.lse, &p.lse_low, &p.token_log_prob, &p.entropy, &p.mean, &p.variance,
-                               &p.slope};
+    void** places[kOutputs] = {&p.loss,    &p.lse,  &p.lse_low,  &p.token_log_prob,
+                               &p.entropy, &p.mean, &p.variance, &p.slope};
     for (int i = 0; i < kOutputs; ++i) *places[i] = outputs.data + i * n;
   }
 
@@ -165,8 +165,8 @@ void test(DType dtype, const char* type, int64_t n, int64_t v, const Options& op
     const std::vector<T> one(logits.begin() + row * v, logits.begin() + (row + 1) * v);
     const auto found = Call({target[row]}, weight, options).run(one, dtype, 4);
     for (size_t i = 0; i < found.size(); ++i) {
-      expect(same(found[i], whole[i * n + row]), what + ": output " + std::to_string(i) + " of row " +
-                                                     std::to_string(row) + " alone differs");
+      expect(same(found[i], whole[i * n + row]),
+             what + ": output " + std::to_string(i) + " of row " + std::to_string(row) + " alone differs");
     }
     if (target[row] < 0) continue;
     double largest = -INFINITY, sum = 0, mean = 0, cost = 0, mass = 0;
@@ -187,9 +187,8 @@ void test(DType dtype, const char* type, int64_t n, int64_t v, const Options& op
     const double right[] = {cost, lse, 0, z[target[row]] - lse, lse - mean};
     for (const int i : {0, 1, 3, 4}) {
       const double away = std::abs(whole[i * n + row] - right[i]);
-      expect(away <= 2e-5 * (1 + std::abs(right[i])),
-             what + ": output " + std::to_string(i) + " of row " + std::to_string(row) + " is off by " +
-                 std::to_string(away));
+      expect(away <= 2e-5 * (1 + std::abs(right[i])), what + ": output " + std::to_string(i) + " of row " +
+                                                          std::to_string(row) + " is off by " + std::to_string(away));
     }
   }
 }
@@ -252,9 +251,9 @@ void time(int64_t n, int64_t v) {
 }  // namespace
 
 int main() {
-  for (const Options& options : {Options{"plain"}, Options{"predicted", 0, 0, false, true}, Options{"softcap", 0, 30},
-                                 Options{"smoothing", 0.1}, Options{"class weights", 0, 0, true},
-                                 Options{"dense", 0.1, 0, true, true}}) {
+  for (const Options& options :
+       {Options{"plain"}, Options{"predicted", 0, 0, false, true}, Options{"softcap", 0, 30}, Options{"smoothing", 0.1},
+        Options{"class weights", 0, 0, true}, Options{"dense", 0.1, 0, true, true}}) {
     for (const int64_t v : {37, 250, 4852, 20011, 128256}) {
       test<float>(DType::kFloat32, "float32", 5, v, options);
       test<__nv_bfloat16>(DType::kBFloat16, "bfloat16", 5, v, options);

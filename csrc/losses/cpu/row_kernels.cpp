@@ -145,7 +145,7 @@ void sum(const RowSum& p, DType dtype, void*) {
 
 }  // namespace
 
-const RowKernels kCpuRowKernels = {forward,  gradient,     scales, sum,   scaling,     jsd,
+const RowKernels kCpuRowKernels = {forward,  gradient,     scales, sum,   scaling,         jsd,
                                    tangents, jsd_tangents, part,   whole, cpu::kRowStates, cpu::product};
 
 }  // namespace fusegrad

@@ -119,8 +119,10 @@ void fixed_sums(const Tensor& out, const Tensor& z, const Tensor& weight, const 
     std::vector<Tensor> waiting;  // for their pair, as in a binary counter
     int64_t segments = 0;
     each_segment(z.size(1), fixed.nodes, [&](int64_t column, int64_t width) {
-      auto sum = at::zeros({fixed.tile, out.size(1)}, acc);
-      if (width > 0) {
+      auto sum = at::empty({fixed.tile, out.size(1)}, acc);
+      if (width == 0) {
+        sum.zero_();
+      } else {
         const auto rows = as_tile(part(part(z, 0, first, count), 1, column, width), fixed.tile);
         multiply(sum, rows, aligned(part(weight, 0, column, width)), /*add=*/false);
       }

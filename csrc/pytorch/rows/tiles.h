@@ -1,5 +1,5 @@
-// Products of the linear losses whose rows have the same bits in every call, and in every process that has a part of the
-// vocabulary (losses/product.h).
+// Products of the linear losses whose rows have the same bits in every call, and in every process that has a part of
+// the vocabulary (losses/product.h).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,8 +15,8 @@ namespace fusegrad {
 /// How the products of a call are made whose rows must be the same in all; false: they need not be.
 struct FixedProducts {
   VocabNodes nodes;
-  /// 0: products of ours. Else a library's, of so many rows and one segment each: a product's shape decides which kernel
-  /// it takes and in which order it adds up.
+  /// 0: products of ours. Else a library's, of so many rows and one segment each: a product's shape decides which
+  /// kernel it takes and in which order it adds up.
   int64_t tile = 0;
 
   /// For a head's weight, or this process's part of it, in the products' dtype; `vocab` counts the columns of all.

@@ -1,8 +1,8 @@
 """Cases that several processes run together: one start of the processes for all of them.
 
 A worker script has `CASES`, by name; `main` runs each on the first 2, 3, … of the processes and writes down what went
-wrong. A test module starts the script once for a device and asks for each case: "cpu" by gloo, "cuda" by NCCL with a GPU
-for each process, "one cuda" by gloo with one GPU for all.
+wrong. A test module starts the script once for a device and asks for each case: "cpu" by gloo, "cuda" by NCCL with a
+GPU for each process, "one cuda" by gloo with one GPU for all.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ void product(const Product& p, DType dtype, void* stream) {
     fail("fusegrad: ", kName, ": a process must have 1, 2, 4, 8 or 16 segments, but has ", p.segments);
   }
   if (p.segment % kGpuSegmentUnit != 0) {
-    fail("fusegrad: ", kName, ": segments must begin at multiples of ", kGpuSegmentUnit, " columns, but have ", p.segment);
+    fail("fusegrad: ", kName, ": segments must begin at multiples of ", kGpuSegmentUnit, " columns, but have ",
+         p.segment);
   }
   dtype == DType::kFloat16 ? launch_product<device::Float16>(p, dtype, stream)
                            : launch_product<device::BFloat16>(p, dtype, stream);
