@@ -190,6 +190,11 @@ void test(DType dtype, const char* type, int64_t n, int64_t v, const Options& op
       expect(away <= 2e-5 * (1 + std::abs(right[i])), what + ": output " + std::to_string(i) + " of row " +
                                                           std::to_string(row) + " is off by " + std::to_string(away));
     }
+    if (!options.predicted) continue;
+    const auto best = std::max_element(one.begin(), one.end(),
+                                       [](T a, T b) { return static_cast<float>(a) < static_cast<float>(b); });
+    expect(whole[kOutputs * n + row] == static_cast<float>(best - one.begin()),
+           what + ": the prediction of row " + std::to_string(row) + " is wrong");
   }
 }
 
