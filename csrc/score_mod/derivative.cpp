@@ -293,20 +293,6 @@ bool passes_gradient(const Graph& derivative) {
          });
 }
 
-bool keeps_zeros(const Graph& derivative) {
-  std::vector<bool> keeps(derivative.nodes().size(), false);
-  for (const NodeId id : reachable(derivative)) {
-    const Node& node = derivative[id];
-    if (node.op == Op::kConstant && node.type == Type::kFloat) keeps[id] = derivative.value(id).f == 0.0;
-    if (node.op == Op::kInput) keeps[id] = static_cast<Input>(node.payload) == Input::kGrad;
-    if (node.op == Op::kWhere) keeps[id] = keeps[node.operands[1]] && keeps[node.operands[2]];
-  }
-  const auto& contributions = derivative.contributions();
-  return keeps[derivative.result()] && !derivative.is_constant(derivative.result()) &&
-         std::all_of(contributions.begin(), contributions.end(),
-                     [&](const auto& c) { return keeps[c.value] && derivative.open_axes(c) == 0; });
-}
-
 // A score_mod has one result, so its gradient by everything is known from one backward, of the gradient 1: the tangent
 // is the sum of its products with the tangents.
 Graph tangent(const Graph& score_mod, const std::vector<bool>& has_tangent) {

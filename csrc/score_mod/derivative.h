@@ -18,9 +18,6 @@ Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad)
 /// Whether the result of such a graph and each of its contributions is `grad` itself, as of a bias that is added.
 bool passes_gradient(const Graph& derivative);
 
-/// Whether they are `grad` or 0, by any conditions, as of a bias beside a mask: a gradient of 0 stays 0.
-bool keeps_zeros(const Graph& derivative);
-
 /// A graph of Kind::kTangent with the input `grad`, the tangent of `score`: its result is the tangent of the
 /// score_mod's result. Behind the score_mod's buffers it has one for each float buffer that `has_tangent` (one value a
 /// buffer; missing ones are false), in their order: its tangent, of its sizes, read where the buffer is read. Made of

@@ -595,7 +595,7 @@ class Renderer {
       if (is_vector(k)) vectors[graph_.open_axes(contributions[k])].push_back(k);
     }
     text_ += "  static constexpr bool kVectors = " + flag(!vectors.empty()) + ";\n";
-    text_ += "  static constexpr bool kPasses = " + flag(keeps_zeros(graph_)) + ";\n";
+    text_ += "  static constexpr bool kPasses = " + flag(passes_gradient(graph_)) + ";\n";
     begin_apply("float", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) {

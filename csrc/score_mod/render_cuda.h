@@ -128,7 +128,7 @@ bool small_scalars(std::span<const Value> scalars);
 ///     template <int kPairs, class Put>
 ///     static __device__ void scatter(const Captured&, const float* score, const float* grad, int b, int h,
 ///                                    const int* q_idx, const int* kv_idx, const bool* valid, const Put& put);
-///     // keeps_zeros (derivative.h)
+///     // passes_gradient (derivative.h)
 ///     static constexpr bool kPasses;
 ///   };
 ///

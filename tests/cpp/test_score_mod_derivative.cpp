@@ -133,22 +133,6 @@ TEST(Derivative, KeysFollowTheOrderOfTheWalk) {
             "score_mod 1\n%0 = detach score\nreturn %0\n");
 }
 
-TEST(Derivative, KeepsZeros) {
-  const auto keeps = [](const std::string& body) {
-    return keeps_zeros(differentiate(parse("score_mod 1\nbuffer @0 f 3\nbuffer @1 bool 2\nbuffer @2 f 1\n" + body),
-                                     {true, false, true}));
-  };
-  const std::string biased = "%0 = load @1 b kv_idx\n%1 = load @0 h q_idx kv_idx\n%2 = add score %1\n";
-  EXPECT_TRUE(keeps("%0 = load @0 h q_idx kv_idx\n%1 = add score %0\nreturn %1\n"));
-  EXPECT_TRUE(keeps(biased + "%3 = where %0 %2 -inf\nreturn %3\n"));
-  EXPECT_TRUE(keeps(biased + "%3 = where %0 %2 -1e9\n%4 = ge q_idx kv_idx\n%5 = where %4 %3 -inf\nreturn %5\n"));
-  EXPECT_TRUE(keeps(biased + "%3 = where %0 %2 score\nreturn %3\n"));
-  // Infinity times 0 is NaN.
-  EXPECT_FALSE(keeps(biased + "%3 = load @2 q_idx\n%4 = mul %2 %3\n%5 = where %0 %4 -inf\nreturn %5\n"));
-  EXPECT_FALSE(keeps("%0 = tanh score\nreturn %0\n"));
-  EXPECT_FALSE(keeps("return 1.0\n"));  // no score counts
-}
-
 TEST(Derivative, Refusals) {
   EXPECT_THROW(derivative("mask_mod 1\nreturn true\n"), GraphError);
   EXPECT_THROW(derivative("derivative 1\nreturn grad\n"), GraphError);

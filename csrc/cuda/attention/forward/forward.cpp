@@ -56,23 +56,13 @@ bool are_places_alone(const score_mod::Graph& graph) {
   return !on_place[graph.result()];
 }
 
-// Whether all that is read for each pair by itself comes in boxes.
-bool has_boxes_alone(const FlexCase& c, const FlexTile& t) {
-  const auto graph = score_mod::cached_graph(c.score_mod.text);
-  const auto loads = score_mod::pair_reads(*graph);
-  return t.boxes && std::all_of(loads.begin(), loads.end(), [&](score_mod::NodeId load) {
-           return score_mod::box_bytes(*graph, load, c.score_mod.dtypes) > 0;
-         });
-}
-
 // Hopper forward: whether exponentials are relative to the first maximum of a row. BFloat16 does not overflow where
-// Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by lines or boxes
-// alone: a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
+// Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by lines alone or
+// boxes alone: a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
 bool first_maximum(const FlexCase& c, const FlexTile& t) {
   const auto reads_alone = [&] {
     if (c.score_mod.text.empty() || c.blocks || c.dropout) return false;
-    const bool lines = t.hopper().line_bytes > 0;
-    if (lines ? reads_pairs(c.score_mod) && !has_boxes_alone(c, t) : !t.boxes) return false;
+    if (t.hopper().line_bytes > 0 ? reads_pairs(c.score_mod) : !t.boxes) return false;
     return are_places_alone(*score_mod::cached_graph(c.score_mod.text));
   };
   return ((c.unscaled && masks_alone(c)) || reads_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
