@@ -215,10 +215,11 @@ def main() -> None:
     parser.add_argument("--device", choices=[*SIZES], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", choices=[*WORKS], help="one of the two alone")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     options, _ = parser.parse_known_args()  # `make bench` gives all scripts the same
     device = options.device
     torch.manual_seed(0)
-    document: dict[str, Any] = {"work": "batch_invariant", **environment(device, None), "results": []}
+    document: dict[str, Any] = {"work": "batch_invariant", **environment(device, options.commit), "results": []}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for work in [options.work] if options.work else WORKS:
         for row in WORKS[work](device, dtype):

@@ -28,6 +28,11 @@ def bold(name: str) -> str:
     return f"**{name}**" if name.startswith("fusegrad") else name
 
 
+def of_commit(case: dict[str, Any]) -> str:
+    """Behind a case's name, where it is of an earlier commit than its run."""
+    return f" (`{case['commit'][:7]}`)" if "commit" in case else ""
+
+
 # --- sections ---------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +120,7 @@ def linear_cross_entropy(document: Document) -> str:
             found = [one for one in case["results"] if "ms" in one and is_run(one["name"], name)]
             cells.append(cell(min(found, key=lambda one: one["ms"], default=None)))
         rows.append([bold(name), *cells])
-    sizes = ["N {N} H {H} V {V}".format(**case["sizes"]) for case in cases]
+    sizes = ["N {N} H {H} V {V}".format(**case["sizes"]) + of_commit(case) for case in cases]
     return table(["linear cross entropy", *sizes], rows)
 
 
@@ -140,7 +145,7 @@ def attention(document: Document, S: int | None = None) -> str:
             for peer in list(PEERS_OF_ATTENTION)[1:]:
                 theirs = [found.get(f"{peer} {kind} {work}") for work in works]
                 cells.append(" / ".join(f"{ours[w] / t:.2f}" for w, t in zip(works, theirs, strict=True) if t) or "–")
-            sizes = "B{B} H{H} S{S} D{D}".format(**case["sizes"])
+            sizes = "B{B} H{H} S{S} D{D}".format(**case["sizes"]) + of_commit(case)
             rows.append([sizes if kind == "plain" else "… causal", speeds, *cells])
     peers = list(PEERS_OF_ATTENTION.values())[1:]
     return table(["", "TFLOP/s", *(f"/ {peer}" for peer in peers)], rows)
@@ -203,7 +208,7 @@ def learned_biases(document: Document, leave_out: tuple[str, ...] = ()) -> str:
         whole = {name: times for name, times in peers.items() if None not in times}
         best = min(whole, key=lambda name: sum(whole[name]), default=None)
         found = "–" if best is None else f"{' / '.join(short(one) for one in whole[best])} ({names[best]})"
-        rows.append([case["row"], " / ".join(short(one) for one in mine), over, found])
+        rows.append([case["row"] + of_commit(case), " / ".join(short(one) for one in mine), over, found])
     return table(["ms, forward / backward", "**fusegrad**", "times that without the bias", "fastest peer"], rows)
 
 
@@ -273,7 +278,7 @@ def log_probs(document: Document, V: int | None = None, leave_out: tuple[str, ..
     for case in document["cases"]:
         if V is not None and case["sizes"]["V"] != V:
             continue
-        sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
+        sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items()) + of_commit(case)
         rows += [
             [sizes, bold(one["name"]), number(one["ms"]), f"{one['floor_ratio']:.2f}", mib(one)]
             for one in case["results"]

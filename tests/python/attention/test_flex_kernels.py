@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import re
 import shutil
@@ -55,13 +56,15 @@ def float_buffer(*sizes: int) -> torch.Tensor:
 @functools.lru_cache
 def score_mod(name: str) -> ScoreMod | None:
     """One of each class of captured gradients, "H" a table of which a head reaches a column, "W" one of all batches,
-    "P" a bias of pairs in 16 bits, "T" T5's table by the bucket of a difference, and what captures nothing."""
+    "P" a bias of pairs in 16 bits, "M" the same with a mask of keys, "T" T5's table by the bucket of a difference,
+    and what captures nothing."""
     head, place, pair = float_buffer(16), float_buffer(4096), float_buffer(4096, 4096).detach()[:8, :8]
     relative, table, large = float_buffer(16, 8192), float_buffer(64), float_buffer(100_000)
     pair.requires_grad_()
     kinds, places = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(16, 8, 8, dtype=torch.int32)
     columns, buckets = float_buffer(512, 16), torch.zeros(8192, dtype=torch.int64)
     half = torch.zeros(16, 8, 8, dtype=torch.bfloat16).requires_grad_()
+    keeps = torch.ones(8, 8, dtype=torch.bool)
     made: dict[str, Callable | None] = {
         "none": None,
         "softcap": lambda s, b, h, q, kv: 30 * torch.tanh(s / 30),
@@ -75,6 +78,7 @@ def score_mod(name: str) -> ScoreMod | None:
         "G": lambda s, b, h, q, kv: s + large[kinds[q, kv]],
         "H": lambda s, b, h, q, kv: s + columns[places[b, q, kv], h],
         "P": lambda s, b, h, q, kv: s + half[h, q, kv],
+        "M": lambda s, b, h, q, kv: torch.where(keeps[b, kv], s + half[h, q, kv], -math.inf),
         "T": lambda s, b, h, q, kv: s + columns[buckets[kv - q + 4096], h],
         "W": lambda s, b, h, q, kv: s + columns[kinds[q, kv], h],
         "AD": lambda s, b, h, q, kv: s * head[h] + relative[h, q - kv + 4096],
@@ -338,6 +342,9 @@ forward bfloat16 32 32 P none
 forward bfloat16 64 64 P none
 backward bfloat16 32 32 none none
 backward bfloat16 32 32 P none
+forward bfloat16 32 32 M none
+forward bfloat16 64 64 M none
+backward bfloat16 32 32 M none
 backward bfloat16 64 64 P none
 backward bfloat16 128 128 P none
 turns bfloat16 32 32 P none
@@ -351,6 +358,7 @@ whole bfloat16 128 128 none causal
 whole bfloat16 128 128 none lists
 whole bfloat16 128 128 A none
 grad_buffers bfloat16 32 32 P none
+grad_buffers bfloat16 32 32 M none
 grad_buffers bfloat16 64 64 P none
 segments bfloat16 64 64 none none
 segments bfloat16 64 64 none causal
