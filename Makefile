@@ -147,7 +147,7 @@ environment_of = .venv$(if $(filter-out $(DEFAULT_TORCH),$1),-$1)
 folder_of = $(or $(shell ls -d $(call environment_of,$1)/lib/python3.*/site-packages/torch 2>/dev/null),build/torches/$1/torch)
 empty :=
 WHEEL_TORCHES = $(subst $(empty) $(empty),;,$(foreach version,$(TORCHES),$(CURDIR)/$(call folder_of,$(version))))
-MANYLINUX := manylinux_2_28_x86_64
+MANYLINUX := manylinux_2_28_$(shell uname -m)
 # auditwheel would copy libraries of other packages: torch and CUDA bring theirs.
 OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcuda.so.*'
 

@@ -1,8 +1,8 @@
 """fusegrad.jax.flex_attention over several GPUs, beside one: batch or heads split by jit and by shard_map.
 
-Attention with a pair bias that all devices hold, forward and backward: the bias' gradient is the sum over devices where
-the batch is split. Times are wall-clock time of calls in a row. Ideal is one device's time over their number. Errors are
-relative, to one device.
+Attention with a pair bias that all devices hold, forward and backward: the bias' gradient is the sum over devices
+where the batch is split. Times are wall-clock time of calls in a row. Ideal is one device's time over their number.
+Errors are relative, to one device.
 
     python benchmarks/jax_devices.py [--devices 2] [--sizes BxHxSxD,...] [--output FOLDER]
 """

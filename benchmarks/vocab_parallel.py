@@ -4,8 +4,9 @@ PyTorch's is a DTensor head under `loss_parallel`, whose logits are kept. Forwar
 which all processes hold, and to each one's part of the weight; times and memory are the slowest and the largest
 process's. Memory is above the inputs and counts the gradients.
 
-The step is that of a model whose layers FSDP2 shards and whose tokens are the processes' own: hidden states are gathered
-for a head of a sharded vocabulary. Each layer is one graph of torch.compile, and so is the gather with the loss.
+The step is that of a model whose layers FSDP2 shards and whose tokens are the processes' own: hidden states are
+gathered for a head of a sharded vocabulary. Each layer is one graph of torch.compile, and so is the gather with the
+loss.
 
     python benchmarks/vocab_parallel.py [--device cpu] [--shapes NxHxV,...] [--output FOLDER]
 """

@@ -33,7 +33,11 @@ char __libc_single_threaded = 0;
 
 int __fxstat(int version, int file, struct stat* result);
 int __fxstatat(int version, int folder, const char* path, struct stat* result, int flags);
-constexpr int kStatVersion = 1;  // of x86-64
+#if defined(__x86_64__)
+constexpr int kStatVersion = 1;
+#else
+constexpr int kStatVersion = 0;
+#endif
 int fstat(int file, struct stat* result) noexcept { return __fxstat(kStatVersion, file, result); }
 int fstatat(int folder, const char* path, struct stat* result, int flags) noexcept {
   return __fxstatat(kStatVersion, folder, path, result, flags);

@@ -1,16 +1,26 @@
 // The old versions of functions whose new ones glibc 2.28 does not have: calls of this library go to them. What the
 // compiler's newest headers and static libraries call, is here; auditwheel names what is missing. On glibc before 2.34
 // those of threads and of dlopen are in libpthread and libdl, which the library is linked to.
-#if !defined(__x86_64__)
-#error "the versions are those of x86-64"
-#endif
-
+//
+// The versions below are those of x86-64. On aarch64 the first of every function is 2.17.
 .macro old name version
+#if defined(__x86_64__)
   .symver old_\name, \name@GLIBC_\version
+#elif defined(__aarch64__)
+  .symver old_\name, \name@GLIBC_2.17
+#else
+#error "the versions are those of x86-64 and aarch64"
+#endif
   .globl \name
-  .type \name, @function
+  .type \name, %function
 \name:
+#if defined(__x86_64__)
   jmp *old_\name@GOTPCREL(%rip)
+#else
+  adrp x16, :got:old_\name
+  ldr x16, [x16, :got_lo12:old_\name]
+  br x16
+#endif
   .size \name, . - \name
 .endm
 

@@ -879,8 +879,8 @@ def data_parallel(shards: VocabParallel) -> None:
 
 @case
 def compiled_data_parallel(shards: VocabParallel) -> None:
-    """FSDP2's layers and, of all processes' hidden states, the loss of a sharded head: each one graph. FSDP2's own hooks
-    are not traced by PyTorch."""
+    """FSDP2's layers, and the loss of a sharded head of all processes' hidden states: each one graph. PyTorch does not
+    trace FSDP2's own hooks."""
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
