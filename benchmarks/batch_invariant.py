@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--work", choices=[*WORKS], help="one of the two alone")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
-    options, _ = parser.parse_known_args()  # `make bench` gives all scripts the same
+    options = parser.parse_args()
     device = options.device
     torch.manual_seed(0)
     document: dict[str, Any] = {"work": "batch_invariant", **environment(device, options.commit), "results": []}

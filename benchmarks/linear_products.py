@@ -122,9 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=[*SIZES], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
-    options, _ = parser.parse_known_args()  # `make bench` gives all scripts the same
+    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
+    options = parser.parse_args()
     torch.manual_seed(0)
-    document: dict[str, Any] = {"work": "products", **environment(options.device, None), "results": []}
+    document: dict[str, Any] = {"work": "products", **environment(options.device, options.commit), "results": []}
     for rows, hidden, vocab in SIZES[options.device]:
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
         x = torch.randn(rows, hidden, device=options.device).to(dtype)
