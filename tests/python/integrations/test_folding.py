@@ -186,10 +186,39 @@ def test_boltz_layer(v2: bool, how: str, calls: list[int]) -> None:
     compare(BOLTZ, call, inputs, layer, None if how == "compile" else calls, tolerance=2e-3)
 
 
-def test_autocast(calls: list[int]) -> None:
+# --- each package ---
+
+TRIANGLES = {
+    BOLTZ: "boltz.model.layers.triangular_attention.attention",
+    OPENFOLD3: "openfold3.core.model.layers.triangular_attention",
+    PROTENIX: "protenix.model.triangular.triangular",
+}
+RESIDUES = 18  # of up to 16 Protenix takes its plain function, whatever it was asked for
+
+
+def triangle_of(package: str) -> tuple[nn.Module, Tensor]:
+    """Its triangle attention, and a mask of pairs whose last residues are padding."""
+    made = module_of(TRIANGLES[package]).TriangleAttention(16, 8, 2)
+    there = (torch.arange(RESIDUES) < RESIDUES - 3).double()
+    return randomized(made), (there[:, None] * there)[None]
+
+
+@pytest.mark.parametrize("package", TRIANGLES)
+def test_compiled_triangle_attention(package: str, calls: list[int]) -> None:
+    module, mask = triangle_of(package)
+
+    def call(x: Tensor) -> Tensor:
+        torch.compiler.reset()
+        return torch.compile(module, backend="aot_eager")(x, mask)
+
+    compare(package, call, [leaf(1, RESIDUES, RESIDUES, 16)], module, calls, plain=lambda x: module(x, mask))
+
+
+@pytest.mark.parametrize("package", TRIANGLES)
+def test_autocast(package: str, calls: list[int]) -> None:
     """In bfloat16 the package's scores are rounded, ours are not: ours must be nearer to float64."""
-    module = randomized(module_of("boltz.model.layers.triangular_attention.attention").TriangleAttention(16, 8, 2))
-    x, mask = leaf(1, N, N, 16), padded(1)
+    module, mask = triangle_of(package)
+    x = leaf(1, RESIDUES, RESIDUES, 16)
     truth = run(lambda x: module(x, mask), [x], module)
     module.float()
     low = x.detach().float().requires_grad_()
@@ -199,7 +228,7 @@ def test_autocast(calls: list[int]) -> None:
             return module(x, mask.float())
 
     theirs = run(call, [low], module)
-    folding.apply(BOLTZ)
+    folding.apply(package)
     ours = run(call, [low], module)
     assert calls
     for mine, other, right in zip(ours, theirs, truth, strict=True):
