@@ -23,44 +23,13 @@
 #include <vector>
 
 #include "cuda/losses/host/row_kernels.h"
+#include "device_program.cuh"
 
 namespace {
 
 using fusegrad::DType;
 using fusegrad::Product;
 using Words = std::vector<uint16_t>;
-
-void check(int status, const char* what) {
-  if (status == 0) return;
-  std::printf("%s failed: %d\n", what, status);
-  std::exit(1);
-}
-#define CHECK(call) check(static_cast<int>(call), #call)
-
-int failures = 0;
-void expect(bool right, const std::string& what) {
-  if (right) return;
-  ++failures;
-  std::printf("WRONG: %s\n", what.c_str());
-}
-
-template <class T>
-struct Buffer {
-  T* data = nullptr;
-  size_t count = 0;
-  explicit Buffer(size_t n) : count(n) { CHECK(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T))); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data); }
-  void put(const std::vector<T>& values) {
-    CHECK(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  std::vector<T> get() const {
-    std::vector<T> values(count);
-    CHECK(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-};
 
 uint16_t to_bits(DType dtype, float x) {
   return dtype == DType::kFloat16 ? __half_as_ushort(__float2half_rn(x)) : __bfloat16_as_ushort(__float2bfloat16_rn(x));
