@@ -239,6 +239,17 @@ def _titles(figure: Any, theme: Data, one: Data) -> None:
     figure.supxlabel(one["note"], fontsize=8, x=0.99, ha="right", color=theme["quiet"])
 
 
+def _legend(figure: Any, handles: list[Any], names: list[str]) -> None:
+    """Two columns at the bottom, whose last line is empty: the note lies there."""
+    from matplotlib.patches import Patch
+
+    nothing = (Patch(alpha=0), "")
+    entries, lines = list(zip(handles, names, strict=True)), -(-len(names) // 2)
+    columns = [entries[:lines], entries[lines:]]
+    padded = [one for column in columns for one in column + [nothing] * (lines + 1 - len(column))]
+    figure.legend(*zip(*padded, strict=True), loc="outside lower left", ncols=2, fontsize=8.5, frameon=False)
+
+
 SHADES = {
     "quack": 0,
     "Liger": 0,
@@ -287,7 +298,7 @@ def _grouped(theme: Data, one: Data, height: float, columns: int, digits: str) -
         axis.spines["left"].set_visible(False)
         axis.margins(y=0.18)
     handles = [axes[0][0].patches[i] for i in range(len(names))]
-    figure.legend(handles, names, loc="outside lower left", ncols=2, fontsize=8.5, frameon=False)
+    _legend(figure, handles, names)
     return figure
 
 
@@ -308,7 +319,7 @@ def draw_learned_biases(theme: Data, one: Data) -> Any:
     axis.set_xlim(0, max(values) * 1.12)
     axis.set_xticks([0, 0.5, 1, 1.5])
     axis.tick_params(axis="y", length=0, labelcolor=theme["ink"])
-    figure.legend(loc="outside lower left", ncols=2, fontsize=8, frameon=False)
+    _legend(figure, *axis.get_legend_handles_labels())
     return figure
 
 
