@@ -893,7 +893,7 @@ def compiled_data_parallel(shards: VocabParallel) -> None:
     layer.load_state_dict(state)
     fully_shard(layer, mesh=DeviceMesh.from_group(shards.group, DEVICE))
     torch.compiler.reset()
-    layer.compile(backend="aot_eager", fullgraph=True)
+    layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
 
     def loss_of(hidden: Tensor, part: Tensor, target: Tensor) -> Tensor:
         whole = all_gather_tensor_autograd(hidden, 0, shards.group)
