@@ -33,12 +33,17 @@ THEMES = {
 WIDTH = 4.8  # inches: legible on a phone
 
 
-def results(document: Document, **sizes: int) -> dict[str, dict[str, Any]]:
-    """What each implementation reached at the first case of these sizes."""
+def case_of(document: Document, **sizes: int) -> Data:
+    """The first case of these sizes."""
     for case in document["cases"]:
         if all(case["sizes"].get(letter) == size for letter, size in sizes.items()):
-            return {one["name"]: one for one in case["results"] if "ms" in one}
+            return case
     raise KeyError(sizes)
+
+
+def results(document: Document, **sizes: int) -> dict[str, dict[str, Any]]:
+    """What each implementation reached at that case."""
+    return {one["name"]: one for one in case_of(document, **sizes)["results"] if "ms" in one}
 
 
 def is_run(found: str, name: str) -> bool:
@@ -52,15 +57,15 @@ def teraflops(sizes: dict[str, int], work: str, kind: str, ms: float) -> float:
     return operations * (2.5 if work == "backward" else 1) / (1 if kind == "plain" else 2) / ms / 1e9
 
 
-def dates(documents: Iterable[Document]) -> str:
-    """The first and the last day of some runs."""
-    days = sorted({document["date"][:10] for document in documents})
-    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+def dates(document: Document, shown: Iterable[Data]) -> set[str]:
+    """The dates of what is shown of a document: a case of another run has its own."""
+    return {one.get("date", document["date"]) for one in shown}
 
 
-def of_other_runs(found: Iterable[Any]) -> list[Any]:
-    """Cases whose run is not their document's: they have a date of their own."""
-    return [one for one in found if "date" in one]
+def days(found: set[str]) -> str:
+    """The first and the last day."""
+    first, last = min(found)[:10], max(found)[:10]
+    return first if first == last else f"{first} to {last}"
 
 
 PEERS_OF_ATTENTION = {
@@ -119,46 +124,47 @@ HEADS = {
 
 
 def losses(documents: dict[str, Document]) -> Data:
-    rows = {}
+    rows, when = {}, set[str]()
     for op, (label, sizes, names) in LOSSES.items():
         found = results(documents[op], **sizes)
+        when |= dates(documents[op], [case_of(documents[op], **sizes)])
         rows[label] = {shown: [found[name]["ms"], found[name]["peak_mib"] / 1024] for name, shown in names.items()}
     return {
         "title": "Forward and backward, 8192 tokens, 128256 classes",
-        "note": f"bfloat16, one H200, {dates(documents[op] for op in LOSSES)}; lean: bfloat16 accumulation",
+        "note": f"bfloat16, one H200, {days(when)}; lean: bfloat16 accumulation",
         "rows": rows,
     }
 
 
 def attention(documents: dict[str, Document]) -> Data:
     """TFLOP/s by head size, forward and backward."""
-    flex, rows, shown_cases = documents["flex_attention"], {}, []
+    flex, rows = documents["flex_attention"], {}
+    cases = [case_of(flex, D=head_size, S=4096) for head_size in (64, 128, 256)]
     for work in ("forward", "backward"):
-        for head_size in (64, 128, 256):
-            case = next(c for c in flex["cases"] if c["sizes"]["D"] == head_size and c["sizes"]["S"] == 4096)
-            shown_cases.append(case)
+        for case in cases:
             found = {one["name"]: one for one in case["results"]}
-            rows[f"{work}\nhead size {head_size}"] = {
+            rows[f"{work}\nhead size {case['sizes']['D']}"] = {
                 shown: teraflops(case["sizes"], work, "causal", found[f"{name} causal {work}"]["ms"])
                 for name, shown in PEERS_OF_ATTENTION.items()
             }
     return {
         "title": "Causal attention, TFLOP/s: higher is faster",
-        "note": f"4096 tokens, bfloat16, one H200, {dates([flex, *of_other_runs(shown_cases)])}",
+        "note": f"4096 tokens, bfloat16, one H200, {days(dates(flex, cases))}",
         "rows": rows,
     }
 
 
 def biases(documents: dict[str, Document]) -> Data:
     """The backward with a captured tensor's gradient, over the same backward without that gradient."""
-    found = results(documents["flex_attention"], D=128, S=4096)
+    flex = documents["flex_attention"]
+    found, when = results(flex, D=128, S=4096), dates(flex, [case_of(flex, D=128, S=4096)])
     rows = {
         label: found[f"fusegrad {name} backward"]["ms"] / found[f"fusegrad {name} frozen backward"]["ms"]
         for name, label in CLASSES.items()
     }
     return {
         "title": "The backward's time with the gradient of a bias",
-        "note": f"head size 128, one H200, {dates([documents['flex_attention']])}",
+        "note": f"head size 128, one H200, {days(when)}",
         "rows": rows,
     }
 
@@ -166,10 +172,9 @@ def biases(documents: dict[str, Document]) -> Data:
 def head(documents: dict[str, Document]) -> Data:
     """Peak memory of the fused head by vocabulary."""
     document, rows = documents["linear_cross_entropy"], {}
-    for case in document["cases"]:
+    cases = [case for case in document["cases"] if case["sizes"]["N"] >= 8192]
+    for case in cases:
         sizes = case["sizes"]
-        if sizes["N"] < 8192:
-            continue
         found = {}
         for name, shown in HEADS.items():
             those = [one for one in case["results"] if "ms" in one and is_run(one["name"], name)]
@@ -177,14 +182,15 @@ def head(documents: dict[str, Document]) -> Data:
         rows[f"{sizes['V']:,} classes\n{sizes['N']:,} tokens"] = found
     return {
         "title": "The head's peak memory above its inputs, GiB",
-        "note": f"forward and backward, bfloat16, one H200, {dates([document, *of_other_runs(document['cases'])])}",
+        "note": f"forward and backward, bfloat16, one H200, {days(dates(document, cases))}",
         "rows": rows,
     }
 
 
 def score_mod(documents: dict[str, Document]) -> Data:
     """The life of a score_mod."""
-    extra = list(documents["flex_attention"]["extra"].values())
+    flex = documents["flex_attention"]
+    extra = list(flex["extra"].values())
     first, disk, *_ = (f"{one['value']:,.0f} {one['unit']}" for one in extra)
     rows = {
         "your function": "score + bias[h, q_idx - kv_idx]",
@@ -196,7 +202,7 @@ def score_mod(documents: dict[str, Document]) -> Data:
     }
     return {
         "title": "From a Python function to its gradient",
-        "note": f"times: one H200, {dates(of_other_runs(extra) or [documents['flex_attention']])}",
+        "note": f"times: one H200, {days(dates(flex, extra))}",
         "rows": rows,
     }
 

@@ -31,7 +31,7 @@ def metadata(version: str, variant: str, backend: str) -> dict[str, object]:
 
 
 def main(wheel: pathlib.Path, folder: pathlib.Path) -> int:
-    version = wheel.name.split("-")[1]
+    version, machine = wheel.name.split("-")[1], "aarch64" if wheel.stem.endswith("aarch64") else "x86_64"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "packaging" / "hub", folder)
     with zipfile.ZipFile(wheel) as archive:
@@ -39,7 +39,7 @@ def main(wheel: pathlib.Path, folder: pathlib.Path) -> int:
         minors = sorted({found[1] for name in names if (found := re.match(r"fusegrad/lib/torch-([0-9.]+)/", name))})
         for minor in minors:
             for backend in BACKENDS:
-                variant = f"torch{minor.replace('.', '')}-cxx11-{backend}-x86_64-linux"
+                variant = f"torch{minor.replace('.', '')}-cxx11-{backend}-{machine}-linux"
                 to = folder / "build" / variant
                 for name in names:
                     if not name.startswith("fusegrad/lib/torch-") or f"/torch-{minor}/" in name:
