@@ -4,13 +4,14 @@ Attention with a pair bias that all devices hold, forward and backward: the bias
 where the batch is split. Times are wall-clock time of calls in a row. Ideal is one device's time over their number.
 Errors are relative, to one device.
 
-    python benchmarks/jax_devices.py [--devices 2] [--sizes BxHxSxD,...] [--output FOLDER]
+    python benchmarks/jax_devices.py [--device cpu] [--devices 2] [--sizes BxHxSxD,...] [--output FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,16 +126,23 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="fusegrad.jax.flex_attention over several devices.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: JAX's own")
     parser.add_argument("--devices", type=int, help="how many (default: all)")
     parser.add_argument("--sizes", default="16x16x4096x64,64x4x512x32", help="BxHxSxD, ...")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     options = parser.parse_args()
-    count = options.devices or len(jax.devices())
-    if count < 2 or count > len(jax.devices()):
-        parser.error(f"--devices must be from 2 to the number of devices, {len(jax.devices())}, but got {count}")
+    if options.device is not None:
+        jax.config.update("jax_platforms", options.device)
+    there = len(jax.devices())
+    if there < 2:
+        print(f"{sys.argv[0]}: not run: needs two devices, but there is {there}")
+        return
+    count = there if options.devices is None else options.devices
+    if not 2 <= count <= there:
+        parser.error(f"--devices must be from 2 to the number of devices, {there}, but got {count}")
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
-    document = {"op": OP, "devices": count, **environment(device, options.commit), "jax": jax.__version__}
+    document = {"op": OP, "devices": count, **environment(device, options.commit)}
     document["cases"] = cases = []
     for sizes in options.sizes.split(","):
         B, H, S, D = (int(size) for size in sizes.split("x"))

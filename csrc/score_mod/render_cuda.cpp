@@ -342,8 +342,8 @@ class Renderer {
     }
     return needed;
   }
-  // The loads that are lines, of a score_mod those of numbers that scores are made of and of masks by key. Of a chain
-  // such as `t[bucket[k - q], h]` a line has what the last read gives; those before it need none.
+  // The loads that are lines, of a score_mod those of numbers that scores are made of and of masks by key. In a
+  // chain such as `t[bucket[k - q], h]` the last read is the line; those before it need none.
   static std::vector<NodeId> line_loads(const Graph& graph) {
     const auto kinds = reads(graph);
     std::vector<bool> axes(graph.nodes().size(), false);

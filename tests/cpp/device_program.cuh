@@ -1,4 +1,4 @@
-// What the programs that run kernels by themselves share: checks, and memory of the GPU.
+// What the programs that run kernels by themselves share: checks, memory of the GPU, times.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -45,3 +45,22 @@ struct Buffer {
     return values;
   }
 };
+
+/// The median of some runs.
+template <class Run>
+double milliseconds(Run&& run) {
+  cudaEvent_t begin, end;
+  CHECK(cudaEventCreate(&begin));
+  CHECK(cudaEventCreate(&end));
+  for (int i = 0; i < 3; ++i) run();
+  std::vector<float> times(15);
+  for (auto& t : times) {
+    CHECK(cudaEventRecord(begin));
+    run();
+    CHECK(cudaEventRecord(end));
+    CHECK(cudaEventSynchronize(end));
+    CHECK(cudaEventElapsedTime(&t, begin, end));
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}

@@ -211,24 +211,6 @@ void test_parts(DType dtype, int n, int h, int v) {
   }
 }
 
-template <class Run>
-double milliseconds(Run&& run) {
-  cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
-  for (int i = 0; i < 3; ++i) run();
-  std::vector<float> times(9);
-  for (auto& t : times) {
-    CHECK(cudaEventRecord(begin));
-    run();
-    CHECK(cudaEventRecord(end));
-    CHECK(cudaEventSynchronize(end));
-    CHECK(cudaEventElapsedTime(&t, begin, end));
-  }
-  std::sort(times.begin(), times.end());
-  return times[4];
-}
-
 __global__ void read_all(const uint4* from, size_t count, unsigned* to) {
   unsigned all = 0;
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {

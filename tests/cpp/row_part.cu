@@ -164,24 +164,6 @@ void test(DType dtype, const char* type, int64_t n, int64_t v, const Options& op
   }
 }
 
-template <class Run>
-double milliseconds(Run&& run) {
-  cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
-  for (int i = 0; i < 3; ++i) run();
-  std::vector<float> times(15);
-  for (auto& t : times) {
-    CHECK(cudaEventRecord(begin));
-    run();
-    CHECK(cudaEventRecord(end));
-    CHECK(cudaEventSynchronize(end));
-    CHECK(cudaEventElapsedTime(&t, begin, end));
-  }
-  std::sort(times.begin(), times.end());
-  return times[7];
-}
-
 __global__ void put_logits(__nv_bfloat16* to, int64_t count) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
     to[i] = static_cast<__nv_bfloat16>(static_cast<float>((i * 2654435761u >> 13) % 4096) / 512.f - 4.f);

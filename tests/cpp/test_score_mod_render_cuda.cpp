@@ -191,7 +191,7 @@ TEST(RenderCuda, Lines) {
   EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = sub q_idx kv_idx\n%2 = load @1 h %1\n%3 = mul score %0\n"
                   "%4 = mul %3 %2\nreturn %4\n"),
             Lines("KD", "false", "01"));
-  // Of a chain of reads the last one, and others where they count for themselves.
+  // The last read of a chain, and others where they count for themselves.
   EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("K", "false", "0"));
   EXPECT_EQ(lines("%0 = sub kv_idx q_idx\n%1 = load @2 %0\n%2 = load @1 %1 h\n%3 = mul score %2\nreturn %3\n"),
             Lines("D", "false", "0"));
@@ -204,7 +204,7 @@ TEST(RenderCuda, Lines) {
   EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\n%3 = to_float %0\n%4 = mul %2 %3\n"
                   "return %4\n"),
             Lines("K", "true", "0"));
-  // Of each pair its own; its place may be a line.
+  // Each pair's own; its place may be a line.
   EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = to_int %0\n%2 = load @1 %1 q_idx\n%3 = mul score %2\nreturn %3\n"),
             Lines("K", "false", "0"));
   EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("", "false", ""));

@@ -36,7 +36,7 @@ def places(dtype: torch.dtype, queries: int, keys: int) -> Places:
     )
 
 
-# Of places, the number of queries and a table [ROWS, HEADS].
+# Makes a score_mod of places, the number of queries and a table [ROWS, HEADS].
 Chain = Callable[[Places, int, Tensor], Callable[..., Tensor]]
 CHAINS: dict[str, Chain] = {
     "by key": lambda x, m, t: lambda s, b, h, q, k: s + t[x.k[k].long(), h],

@@ -124,7 +124,7 @@ struct CrossEntropy {
 
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row)
       : CrossEntropy(p, constants, row, p.cols) {}
-  /// Of part of a row, which can be added up.
+  /// A part of a row, whose sums are added up with those of others.
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row, int64_t vocab, int offset = 0)
       : p(p), constants(constants), row(row), target(p.targets, constants, row, vocab), offset(offset) {
     if (kMode != Mode::kPlain && p.row_scale != nullptr) row_scale = static_cast<const float*>(p.row_scale)[row];
