@@ -6,6 +6,7 @@ product; a step with its backward has seven. Names that end in "forward" compute
 capture a buffer, see docs/design/score_mod.md, and "frozen" ones want no gradient for it.
 
     python benchmarks/flex_attention.py [--device cpu] [--quick] [--output benchmarks/results]
+    python benchmarks/flex_attention.py --family portable [--output benchmarks/results]  # harness/smaller_gpus.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import attention_cuda, peers
+from harness import attention_cuda, peers, smaller_gpus
 from harness.benchmark import Benchmark, Options, Plan
 from harness.cli import main
 from harness.goals import Goal
@@ -221,4 +222,6 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    asked = sys.argv[1:]
+    family = any(one.partition("=")[0] == "--family" for one in asked)
+    sys.exit(smaller_gpus.main(asked) if family else main(BENCHMARK))

@@ -34,8 +34,9 @@ from harness.report import print_table
 from harness.rows import argument_parser, over, peers_asked_for, run_rows
 
 OP = "jax_attention"
-STEPS = 8  # within a program
-CALLS = 4  # of a program, one enqueued behind the other
+STEPS = 2  # within a program; XLA compiles each of them
+SHORT_STEPS = 4  # of rows whose step takes less time than the host takes for a program
+CALLS = 8  # of a program, one enqueued behind the other
 MOST_S = 0.3  # of a program in a round: slow peers have fewer repetitions
 Result = dict[str, Any]
 Step = Callable[..., Any]
@@ -43,12 +44,13 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Row:
-    """kind: what is computed. `both`: the goal for forward and backward, ms; 0: none."""
+    """kind: what is computed. `both`: the goal for forward and backward, ms; 0: none. steps: in a timed program."""
 
     kind: str
     sizes: tuple[int, ...]
     dtype: str = "bfloat16"
     both: float = 0.0
+    steps: int = STEPS
 
     @property
     def label(self) -> str:
@@ -57,8 +59,8 @@ class Row:
 
 CUDA_ROWS = (
     Row("triangle", (512, 4, 512, 32), both=1.35),
-    Row("triangle", (256, 4, 256, 32), both=0.25),
-    Row("tokens", (2, 16, 512, 32), both=0.06),
+    Row("triangle", (256, 4, 256, 32), both=0.25, steps=SHORT_STEPS),
+    Row("tokens", (2, 16, 512, 32), both=0.06, steps=SHORT_STEPS),
     Row("t5", (8, 12, 2048, 64), both=1.2),
     Row("causal", (4, 16, 4096, 128), both=1.65),
     Row("swin", (2048, 4, 49, 32)),
@@ -81,15 +83,18 @@ CPU_ROWS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """leaves: query, key, value [B, H, S, D], then what the bias is made of. ours(*leaves): the output. bias(*rest):
-    what peers add to the scores, [B or 1, H or 1, S, S], or None. mask: which pairs take part, or None; causal: that
-    mask has a name."""
+    """leaves: query, key, value [B, H, S, D], then what the bias is made of; others: what wants no gradient.
+    ours(*leaves, *others): the output. bias(*rest): what peers add to the scores, [B or 1, H or 1, S, S], or None.
+    mask(): which pairs take part, or None; causal: that mask has a name.
+
+    All that is large is an argument of the programs, or made by them: XLA would fold constants, for minutes."""
 
     leaves: tuple[jax.Array, ...]
     ours: Step
     bias: Step | None = None
-    mask: jax.Array | None = None
+    mask: Step | None = None
     causal: bool = False
+    others: tuple[jax.Array, ...] = ()
 
 
 def bucket(distance: Any) -> Any:
@@ -106,7 +111,13 @@ def problem(row: Row) -> Problem:
     make = lambda *shape: jnp.asarray(rng.standard_normal(shape), row.dtype)  # noqa: E731
     qkv = tuple(make(B, H, S, D) for _ in range(3))
     place = jnp.arange(S, dtype=jnp.int32)
-    if row.kind in ("triangle", "tokens", "swin"):
+    if row.kind == "tokens":
+
+        def tokens(q: Any, k: Any, v: Any, pair: Any) -> Any:
+            return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + pair[b, h, i, j])
+
+        return Problem((*qkv, make(B, H, S, S)), tokens, lambda pair: pair)
+    if row.kind in ("triangle", "swin"):
 
         def ours(q: Any, k: Any, v: Any, pair: Any) -> Any:
             return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + pair[h, i, j])
@@ -114,20 +125,28 @@ def problem(row: Row) -> Problem:
         return Problem((*qkv, make(H, S, S)), ours, lambda pair: pair[None])
     if row.kind == "t5":
 
-        def t5(q: Any, k: Any, v: Any, table: Any) -> Any:
+        def t5(q: Any, k: Any, v: Any, table: Any, place: Any) -> Any:
             return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[bucket(j - i), h])
 
-        return Problem(
-            (*qkv, make(32, H)), t5, lambda table: table[bucket(place - place[:, None])].transpose(2, 0, 1)[None]
-        )
+        def dense(table: Any, place: Any) -> jax.Array:
+            return table[bucket(place - place[:, None])].transpose(2, 0, 1)[None]
+
+        return Problem((*qkv, make(32, H)), t5, dense, others=(place,))
     if row.kind == "graphormer":
         index = jnp.asarray(rng.integers(0, 64, (B, S, S)), jnp.int32)
 
-        def graph(q: Any, k: Any, v: Any, table: Any) -> Any:
+        def graph(q: Any, k: Any, v: Any, table: Any, index: Any) -> Any:
             return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s + table[index[b, i, j], h])
 
-        return Problem((*qkv, make(64, H)), graph, lambda table: table[index].transpose(0, 3, 1, 2))
-    causal = place >= place[:, None]
+        def by_index(table: Any, index: Any) -> jax.Array:
+            return table[index].transpose(0, 3, 1, 2)
+
+        return Problem((*qkv, make(64, H)), graph, by_index, others=(index,))
+
+    def causal() -> jax.Array:
+        at = jnp.arange(S, dtype=jnp.int32)
+        return at[:, None] >= at
+
     if row.kind == "alibi":
         slopes = 2.0 ** (-8 * jnp.arange(1, H + 1, dtype=jnp.float32) / H)
         mask = fj.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, S)
@@ -135,16 +154,19 @@ def problem(row: Row) -> Problem:
         def alibi(q: Any, k: Any, v: Any) -> Any:
             return fj.flex_attention(q, k, v, lambda s, b, h, i, j: s - slopes[h] * (i - j), mask)
 
-        distance = (place[:, None] - place).astype(jnp.float32)
-        return Problem(qkv, alibi, lambda: (-slopes[:, None, None] * distance)[None].astype(row.dtype), causal.T, True)
+        def slope() -> jax.Array:
+            at = jnp.arange(S, dtype=jnp.float32)
+            return (-slopes[:, None, None] * (at[:, None] - at))[None].astype(row.dtype)
+
+        return Problem(qkv, alibi, slope, causal, True)
     if row.kind == "documents":
         of = place // (S // 16)
         allowed = lambda b, h, i, j: (i >= j) & (of[i] == of[j])  # noqa: E731
         mask = fj.create_block_mask(allowed, 1, 1, S, S)
         ours = lambda q, k, v: fj.flex_attention(q, k, v, None, mask)  # noqa: E731
-        return Problem(qkv, ours, None, causal.T & (of[:, None] == of))
+        return Problem(qkv, ours, None, lambda: causal() & (of[:, None] == of))
     mask = fj.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, S, S)
-    return Problem(qkv, lambda q, k, v: fj.flex_attention(q, k, v, None, mask), None, causal.T, True)
+    return Problem(qkv, lambda q, k, v: fj.flex_attention(q, k, v, None, mask), None, causal, True)
 
 
 # --- peers: functions of query, key and value [B, H, S, D] and a bias -----------------------------------------------
@@ -162,9 +184,9 @@ def _swapped(attention: Step) -> Step:
 def _dot_product(attention: Callable[..., Any], implementation: str, given: Problem) -> Step:
     """By a function with the signature of jax.nn.dot_product_attention."""
     attend = _swapped(attention)
-    mask = None if given.mask is None or given.causal else given.mask[None, None]
 
     def run(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        mask = None if given.mask is None or given.causal else given.mask()[None, None]
         bias = None if given.bias is None else given.bias(*rest)
         return attend(q, k, v, bias=bias, mask=mask, is_causal=given.causal, implementation=implementation)
 
@@ -223,17 +245,17 @@ class Options:
     reps: int
 
 
-def again(step: Step, leaves: tuple[jax.Array, ...], steps: int) -> Step:
+def again(step: Step, arguments: tuple[jax.Array, ...], steps: int) -> Step:
     """A program of several steps, each of which waits for the one before it and computes nothing besides."""
 
-    def run(*leaves: jax.Array) -> Any:
+    def run(*arguments: jax.Array) -> Any:
         found = []
         for _ in range(steps):
-            found.append(step(*leaves))
-            leaves, _ = jax.lax.optimization_barrier((leaves, found[-1]))
+            found.append(step(*arguments))
+            arguments, _ = jax.lax.optimization_barrier((arguments, found[-1]))
         return found
 
-    return jax.jit(run).lower(*leaves).compile()
+    return jax.jit(run).lower(*arguments).compile()
 
 
 def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: Options) -> None:
@@ -263,12 +285,15 @@ def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: O
     result["ms"] |= {name: statistics.median(all_) for name, all_ in rounds.items()}
 
 
-def of_attention(attend: Step, leaves: Sequence[jax.Array], upstream: jax.Array) -> tuple[Step, Step]:
-    def both(*leaves: jax.Array) -> Any:
-        return jax.vjp(attend, *leaves)[1](upstream)
+def of_attention(attend: Step, leaves: int) -> tuple[Step, Step]:
+    """Forward, and forward with backward, of so many leaves, what wants no gradient, and the output's gradient."""
 
-    def forward(*leaves: jax.Array) -> Any:
-        return (attend(*leaves), *(jnp.zeros((), x.dtype) for x in leaves[1:]))
+    def both(*arguments: jax.Array) -> Any:
+        others = arguments[leaves:-1]
+        return jax.vjp(lambda *x: attend(*x, *others), *arguments[:leaves])[1](arguments[-1])
+
+    def forward(*arguments: jax.Array) -> Any:
+        return attend(*arguments[:-1])
 
     return forward, both
 
@@ -278,6 +303,7 @@ def attention(row: Row, options: Options) -> Result:
     result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
     result["first_s"] = {}
     upstream = jnp.asarray(np.random.default_rng(1).standard_normal(given.leaves[0].shape), row.dtype)
+    arguments = (*given.leaves, *given.others, upstream)
     attentions: dict[str, Step] = {"fusegrad": given.ours}
     for name in options.peers:
         outcome = Outcome(lambda name=name: PEERS[options.device][name](given))
@@ -288,19 +314,20 @@ def attention(row: Row, options: Options) -> Result:
     programs: dict[str, tuple[Step, Any, int]] = {}
     right = Outcome(lambda: _truth(given, upstream))
     for name, attend in attentions.items():
-        forward, both = of_attention(attend, given.leaves, upstream)
+        forward, both = of_attention(attend, len(given.leaves))
 
         def prepare(name: str = name, forward: Step = forward, both: Step = both) -> None:
             started = time.perf_counter()
-            one = jax.jit(both).lower(*given.leaves).compile()
-            found = jax.block_until_ready(one(*given.leaves))
-            result["first_s"][name] = time.perf_counter() - started
+            one = jax.jit(both).lower(*arguments).compile()
+            found = jax.block_until_ready(one(*arguments))
+            if jax.config.jax_compilation_cache_dir is None:  # else it is how long a look into the cache takes
+                result["first_s"][name] = time.perf_counter() - started
             result["peak_mib"][name] = one.memory_analysis().temp_size_in_bytes / 2**20
             if not right.failure:
                 result["errors"][name] = _errors(found, right.value)
-            programs[f"{name} forward"] = (again(forward, given.leaves, STEPS), given.leaves, STEPS)
-            programs[f"{name} both"] = (again(both, given.leaves, STEPS), given.leaves, STEPS)
-            programs[f"{name} call"] = (one, given.leaves, 1)
+            programs[f"{name} forward"] = (again(forward, arguments, row.steps), arguments, row.steps)
+            programs[f"{name} both"] = (again(both, arguments, row.steps), arguments, row.steps)
+            programs[f"{name} call"] = (one, arguments, 1)
 
         outcome = Outcome(prepare)
         if outcome.failure:
@@ -315,12 +342,13 @@ def _truth(given: Problem, upstream: jax.Array) -> Any:
         if given.bias is not None:
             scores = scores + given.bias(*rest)
         if given.mask is not None:
-            scores = jnp.where(given.mask, scores, -jnp.inf)
+            scores = jnp.where(given.mask(), scores, -jnp.inf)
         return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores, -1), v)
 
     wide = [x.astype(jnp.float32) for x in given.leaves]
+    _, both = of_attention(formula, len(wide))
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda *x: jax.vjp(formula, *x)[1](upstream.astype(jnp.float32)))(*wide)
+        found = jax.jit(both)(*wide, *given.others, upstream.astype(jnp.float32))
     return [np.asarray(x) for x in found]
 
 

@@ -96,6 +96,19 @@ Forward / backward with the bias and its gradient; sizes are (batch, heads, toke
 
 {learned_biases}
 
+## JAX
+
+XLA's temporaries above arguments and results ({run_jax}).
+
+{jax}
+
+## GPUs before Hopper and consumer GPUs, measured on an H200
+
+Forward / backward of the kernels that sm_80 to sm_89 and sm_120 run; losses as sm_80 to sm_89 run them. 99 KiB: as many
+CTAs a multiprocessor as where shared memory is so small; FlashAttention-2 has all of the H200's ({run_smaller}).
+
+{smaller_gpus}
+
 ## Training steps
 
 A Llama-3.2-1B-shaped model with random weights and AdamW, beside the three fastest peers ({run_steps}).
@@ -238,6 +251,8 @@ def page(template: Callable[..., str], gpu: dict[str, Document], host: dict[str,
         "models": tables.models(gpu["biased_models"]),
         "tangents": tables.tangents(gpu["transforms"]),
         "block_masks": tables.block_masks(gpu["block_mask"]),
+        "smaller_gpus": tables.smaller_gpus(gpu["smaller_gpus"]),
+        "jax": tables.jax_rows(gpu["jax_attention"]),
         "captured": tables.captured(gpu["flex_attention"]),
         "first": took[0],
         "disk": took[1],
@@ -260,6 +275,8 @@ def short_page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         "biases": "learned_biases",
         "steps": "train_step",
         "host": "host_time",
+        "jax": "jax_attention",
+        "smaller": "smaller_gpus",
     }
     return page(
         SHORT,

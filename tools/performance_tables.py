@@ -212,6 +212,34 @@ def learned_biases(document: Document, leave_out: tuple[str, ...] = ()) -> str:
     return table(["ms, forward / backward", "**fusegrad**", "times that without the bias", "fastest peer"], rows)
 
 
+def smaller_gpus(document: Document) -> str:
+    """Portable kernels beside FlashAttention-2, losses without clusters beside themselves with them."""
+    rows = []
+    for case in document["cases"]:
+        ms = case["ms"]
+        parts = ("forward", "backward") if "flash forward" in ms else ("both",)
+        ways = ("portable", "99 KiB", "flash") if len(parts) == 2 else ("no clusters", "99 KiB", "clusters")
+        cells = [[ms.get(f"{way} {part}") for part in parts] for way in ways]
+        texts = ["–" if None in cell else " / ".join(short(one) for one in cell) for cell in cells]
+        rows.append([case["row"] + of_commit(case), *texts])
+    return table(["ms", "**fusegrad**", "**with 99 KiB**", "FlashAttention-2; with clusters"], rows)
+
+
+def jax_rows(document: Document) -> str:
+    """Forward and backward in JAX beside the fastest peer, and XLA's temporaries."""
+    rows = []
+    for case in document["cases"]:
+        both = {name.removesuffix(" both"): ms for name, ms in case["ms"].items() if name.endswith(" both")}
+        peers = {name: ms for name, ms in both.items() if name not in ("fusegrad", "three products")}
+        cell = lambda name, both=both, case=case: f"{short(both[name])} / {number(case['peak_mib'][name])}"  # noqa: E731
+        best = min(peers, key=lambda name: peers[name], default=None)
+        products = f"{short(both['three products'])} (three products)" if "three products" in both else "–"
+        rows.append(
+            [case["row"] + of_commit(case), cell("fusegrad"), f"{cell(best)} ({best})" if best else "–", products]
+        )
+    return table(["forward and backward, ms / MiB", "**fusegrad.jax**", "fastest peer", "limit"], rows)
+
+
 def block_masks(document: Document) -> str:
     rows = []
     for case in document["cases"]:

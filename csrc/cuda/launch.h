@@ -3,11 +3,13 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <mutex>
 
 #include "common/error.h"
+#include "cuda/limits.h"
 
 namespace fusegrad::cuda {
 
@@ -19,6 +21,8 @@ inline void check(cudaError_t status, const char* what) {
   fail("fusegrad: ", what, " failed: ", cudaGetErrorString(status));
 }
 
+constexpr int kReserved = 1 << 10;   // of a multiprocessor's shared memory, for each CTA
+constexpr int kMostStatic = 8 << 10;  // of a kernel's shared memory
 constexpr int kPortableCluster = 8;  // CTAs a cluster may have on every GPU with clusters
 
 struct Device {
@@ -29,7 +33,7 @@ struct Device {
   int compute_capability = 0;  // 90: 9.0
 };
 
-inline const Device& current_device() {
+inline const Device& current_device_itself() {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> known;
@@ -54,6 +58,16 @@ inline const Device& current_device() {
   });
   return device;
 }
+/// What the current device can do, within the limits of force_limits().
+inline Device current_device() {
+  Device limited = current_device_itself();
+  if (const int cluster = forced_limits().cluster) limited.cluster = std::min(limited.cluster, cluster);
+  if (const int bytes = forced_limits().shared_bytes) {
+    limited.shared_bytes = std::min(limited.shared_bytes, bytes);
+    limited.shared_of_multiprocessor = std::min(limited.shared_of_multiprocessor, bytes + kReserved);
+  }
+  return limited;
+}
 
 struct Grid {
   int64_t blocks = 1;
@@ -67,15 +81,20 @@ struct Grid {
 struct LaunchConfig {
   LaunchConfig(const char* name, const void* kernel, const Grid& grid, void* stream) {
     if (grid.blocks > INT32_MAX) fail("fusegrad: ", name, ": too many rows for one launch: ", grid.blocks, " CTAs");
-    if (grid.shared_bytes > 0) {
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), name);
+    int shared_bytes = grid.shared_bytes;
+    if (const int forced = forced_limits().shared_bytes; forced > 0 && shared_bytes > kMostStatic) {
+      shared_bytes = bytes_for_as_many(shared_bytes, current_device().shared_of_multiprocessor,
+                                       current_device_itself().shared_of_multiprocessor, kReserved + kMostStatic);
+    }
+    if (shared_bytes > 0) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
     }
     if (grid.cluster > kPortableCluster) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
     }
     config.gridDim = dim3(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y));
     config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(stream);
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = static_cast<unsigned>(grid.cluster);

@@ -25,6 +25,8 @@ struct Kernel {
   void launch(const Launch& how, void** arguments) const {
     Driver::get().launch(function, how, arguments, name.c_str());
   }
+  /// For launches with more dynamic shared memory than the program was made for.
+  void allow_shared(int bytes) const { Driver::get().allow_shared(function, bytes, name.c_str()); }
 };
 
 /// The architecture to compile for on the current device: "90a" on an H100, where kernels use what that alone has; else

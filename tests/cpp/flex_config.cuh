@@ -122,7 +122,7 @@ struct Config {
                        kGradientStages = 1;
   static constexpr bool kKeySplits = false, kBlocks = true, kMixed = true, kSplit = false;
   static constexpr bool kDropout = true;
-  static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
+  static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true, kMaskInline = true;
   static constexpr bool kNarrow = false, kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
   static constexpr int kColumns[] = {0}, kPlaces[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,

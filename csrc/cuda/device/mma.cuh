@@ -58,23 +58,28 @@ struct Tile {
   static constexpr int kStride = kCols * static_cast<int>(sizeof(T)) + 16;  // bytes
   static constexpr int kBytes = kRows * kStride;
   static constexpr int kVectors = kCols * static_cast<int>(sizeof(T)) / 16;
+  static constexpr int kGroup = kVectors & -kVectors;  // a power of two that divides them
 
   /// Copies from a matrix whose rows begin at multiples of 16 bytes: its first `rows` rows, `vectors` times 16 bytes of
   /// each; the rest becomes zeros.
   template <int kThreads>
   static __device__ __forceinline__ void load(unsigned to, const char* from, long long stride, int rows, int vectors,
                                               int thread) {
-    if constexpr (kThreads % kVectors == 0) {
-      // A thread stays in its column: one pointer, which walks.
-      constexpr int kStep = kThreads / kVectors;
-      const int first = thread / kVectors, vector = thread % kVectors;
-      const bool wanted = vector < vectors;
+    if constexpr (kThreads % kGroup == 0 && (kGroup >= 4 || kGroup == kVectors)) {
+      // A thread stays in its columns: one pointer, which walks.
+      constexpr int kStep = kThreads / kGroup;
+      const int first = thread / kGroup, vector = thread % kGroup;
       from += first * stride + vector * 16;
       to += first * kStride + vector * 16;
 #pragma unroll
       for (int row = 0; row < kRows; row += kStep) {
-        if (kRows % kStep == 0 || first + row < kRows)
-          copy_async(to + row * kStride, from, wanted && first + row < rows);
+#pragma unroll
+        for (int more = 0; more < kVectors; more += kGroup) {
+          if (kRows % kStep == 0 || first + row < kRows) {
+            copy_async(to + row * kStride + more * 16, from + more * 16,
+                       vector + more < vectors && first + row < rows);
+          }
+        }
         from += kStep * stride;
       }
     } else {
@@ -338,6 +343,33 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4],
         Product::template step<0, kSwapped>(c[m][n], row[m], cols);
         Product::template step<1, kSwapped>(c[m][n + 1], row[m], cols);
       }
+    }
+  }
+}
+
+/// c += a * b over kSteps steps of 16-bit elements: rows(words, step, block) and cols(words, step, block) load operands
+/// of 16 rows and of 16 columns. Columns are loaded a block ahead of their products: where accumulators take nearly all
+/// registers, compilers load into the same ones again and again, and wait each time. kBuffers: registers for so many
+/// steps' rows; of small heads one of them leaves more for the rest.
+template <class T, int kSteps, int kBuffers, int kBlocksM, int kBlocksN, class Rows, class Cols>
+__device__ __forceinline__ void multiply_ahead(float (&c)[kBlocksM][kBlocksN][4], const Rows& rows, const Cols& cols) {
+  using Product = Mma<T>;
+  constexpr int kEach = kBlocksN / 2, kAll = kSteps * kEach;
+  unsigned row[kBuffers][kBlocksM][4], col[2][4];
+  cols(col[0], 0, 0);
+#pragma unroll
+  for (int i = 0; i < kAll; ++i) {
+    const int k = i / kEach, n = i % kEach, next = i + 1;
+    if (n == 0) {
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) rows(row[k % kBuffers][m], k, m);
+    }
+    if (next < kAll) cols(col[next % 2], next / kEach, next % kEach);
+    const auto factor = Product::factor(col[i % 2]);
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      Product::template step<0>(c[m][2 * n], Product::factor(row[k % kBuffers][m]), factor);
+      Product::template step<1>(c[m][2 * n + 1], Product::factor(row[k % kBuffers][m]), factor);
     }
   }
 }

@@ -4,6 +4,7 @@
 #include "common/build.h"
 #include "fusegrad/check_targets.h"
 #ifdef FUSEGRAD_WITH_CUDA
+#include "cuda/limits.h"
 #include "pytorch/bindings/cuda.h"
 #endif
 #include "pytorch/bindings/jit.h"
@@ -43,6 +44,9 @@ void bind(py::Module m) {
       m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/design/score_mod.md."));
   fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/design/jit.md."));
 #ifdef FUSEGRAD_WITH_CUDA
+  m.def("force_loss_limits", &fusegrad::cuda::force_limits, py::arg("cluster"), py::arg("shared_bytes"),
+        "For tests and benchmarks: launch the losses' CUDA kernels as on a GPU with at most so many CTAs a cluster and "
+        "bytes of shared memory a CTA, such as 1 and 101376 of sm_86 and sm_89; 0: this GPU's own.");
   fusegrad::cuda::bind(
       m.submodule("flex", "The CUDA kernels of flex attention, without a GPU: see docs/flex_attention.md."));
 #endif

@@ -42,6 +42,10 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const bool there = q < p.queries;
   const int64_t row = head * p.queries + q;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  // Read with the rows, not when their sums are there: the kernel waits for memory, little else.
+  const bool writes = there && lane == 0;
+  const float lse = writes ? p.lse[row] : 0.0f;
+  const float grad_lse = writes && p.grad_lse != nullptr ? p.grad_lse[row] : 0.0f;
   if (p.query_sum != nullptr) {
     // Zeros the CTA's rows; the last CTA of a head also the rows beyond.
     const int end = first + place.kRows < p.queries ? first + place.kRows : p.sum_rows;
@@ -76,11 +80,10 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     sum += low;
   }
   for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-  if (!there || lane != 0) return;
+  if (!writes) return;
   constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : 1.4426950408889634f;
-  const float lse = p.lse[row];
   const bool none = lse == -__int_as_float(0x7f800000);
-  if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
+  sum -= grad_lse;
   const bool far = fabsf(lse) > device::kFarLse<T> && !isinf(lse);
   if (far) p.far[0] = p.far[1 + head] = p.call;
   // Other rows have no -0.
@@ -160,7 +163,14 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
     for (const auto& t : {rows.grad_out, rows.out, rows.out_low}) {
       vectors = vectors && has_vector_rows(t, rows.value_size, sizeof(T));
     }
-    vectors ? run(rows_kernel<T, 16 / sizeof(T), 8>, 8) : run(rows_kernel<T, 1, kWarp>, kWarp);
+    constexpr int kWidth = 16 / sizeof(T);
+    if (!vectors) {
+      run(rows_kernel<T, 1, kWarp>, kWarp);
+    } else if (rows.value_size <= 4 * kWidth) {
+      run(rows_kernel<T, kWidth, 4>, 4);
+    } else {
+      run(rows_kernel<T, kWidth, 8>, 8);
+    }
   });
 }
 

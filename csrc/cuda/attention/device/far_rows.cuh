@@ -34,25 +34,41 @@ __device__ __forceinline__ FlexLse lse_of(float max, float unit, float log_sum) 
   return {lse, fmaf(max, unit, -product) + __fadd_rn(log_sum, -__fadd_rn(lse, -product))};
 }
 
-/// Called by a warp where the exponentials of a thread's two rows of scores are to be computed relative to `most`, of
-/// which `origin` is the exponent: of a far row the scores are relative to it afterwards. Returns whether the warp has
-/// one. The vote makes the branch uniform: one that may diverge costs short sequences a tenth of their time.
-template <int kBlocks>
-__device__ __forceinline__ bool subtract_far(float (&s)[kBlocks][4], const float (&most)[2], float (&origin)[2]) {
-  const auto far = [&](int r) { return fabsf(origin[r]) > kFarExponent; };
-  if (!__any_sync(~0u, far(0) || far(1))) return false;
+/// Whether a row is far, by the exponent of its largest score.
+__device__ __forceinline__ bool is_far_exponent(float origin) { return fabsf(origin) > kFarExponent; }
+
+/// Called by a warp where the exponentials of a thread's rows of scores, two of each block of 16, are to be computed
+/// relative to `most`, of which `origin` is the exponent: of a far row the scores are relative to it afterwards. Returns
+/// whether the warp has one. The vote makes the branch uniform: one that may diverge costs short sequences a tenth of
+/// their time.
+template <int kBlocksM, int kBlocks>
+__device__ __forceinline__ bool subtract_far(float (&s)[kBlocksM][kBlocks][4], const float (&most)[kBlocksM][2],
+                                             float (&origin)[kBlocksM][2]) {
+  bool found = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const bool is = far(r);
-    const float by = is ? most[r] : 0.0f;
+  for (int m = 0; m < kBlocksM; ++m) found |= is_far_exponent(origin[m][0]) || is_far_exponent(origin[m][1]);
+  if (!__any_sync(~0u, found)) return false;
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+  for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
-      for (int e = 2 * r; e < 2 * r + 2; ++e) s[n][e] -= by;
+    for (int r = 0; r < 2; ++r) {
+      const bool is = is_far_exponent(origin[m][r]);
+      const float by = is ? most[m][r] : 0.0f;
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) s[m][n][e] -= by;
+      }
+      origin[m][r] = is ? 0.0f : origin[m][r];
     }
-    origin[r] = is ? 0.0f : origin[r];
   }
   return true;
+}
+/// The same with one block of rows.
+template <int kBlocks>
+__device__ __forceinline__ bool subtract_far(float (&s)[kBlocks][4], const float (&most)[2], float (&origin)[2]) {
+  return subtract_far(reinterpret_cast<float (&)[1][kBlocks][4]>(s), reinterpret_cast<const float (&)[1][2]>(most),
+                      reinterpret_cast<float (&)[1][2]>(origin));
 }
 
 /// Whether a head, b * heads + h, has a far row.

@@ -178,24 +178,61 @@ std::vector<FlexTile> few_forward(const FlexCase& c, const std::string& architec
   return found;
 }
 
-std::vector<FlexTile> portable_forward(const FlexCase& c) {
+// Whether a mask_mod is so few instructions, none of them a read or a loop, that all pairs of a thread have it in a row.
+bool has_short_mask(const FlexCase& c) {
+  constexpr size_t kMostNodes = 16;
+  if (c.mask_mod.text.empty()) return true;
+  if (!c.mask_mod.dtypes.empty()) return false;
+  const auto graph = score_mod::cached_graph(c.mask_mod.text);
+  return graph->axes().empty() && graph->nodes().size() <= kMostNodes;
+}
+
+// Tiles where scores are only scaled, and masked by few instructions at most: more keys at a time pay, and two CTAs a
+// multiprocessor, of which one goes on where the other waits. Measured; a tile in several blocks of a mask does not pay.
+std::vector<FlexTile> plain_portable_forward(const FlexCase& c, const std::string& architecture) {
   const int head = std::max(head_cols(c), value_cols(c));
-  const bool mods = has_mods(c);
+  std::vector<FlexTile> twice, once;
+  if (head <= 64) {
+    twice = {{128, 128, 4}};
+    if (!c.blocks) twice.push_back({128, 96, 4});
+    once = {{128, 64, 4}};
+  } else if (head <= 96) {
+    twice = {{128, 64, 4}};
+    once = {{128, 32, 4}, {64, 32, 4}};
+  } else if (head <= 128) {
+    twice = {{128, 64, 4}};
+    once = {{128, 64, 8}, {64, 32, 4}};
+  } else {
+    once = {{128, 64, 8}, {128, 32, 8}, {64, 32, 4}};
+  }
+  const auto fits = [&](const FlexTile& t) {
+    return resident_ctas(shared_bytes(c, t), architecture) == 2 && !mixed(c, t);
+  };
+  const auto found = std::find_if(twice.begin(), twice.end(), fits);
+  if (found != twice.end()) once.insert(once.begin(), *found);
+  return once;
+}
+
+std::vector<FlexTile> portable_forward(const FlexCase& c, const std::string& architecture) {
+  const int head = std::max(head_cols(c), value_cols(c));
   if (c.dtype == DType::kFloat32) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
   if (head > kMostCols) return {{128, 32, 8}, {64, 32, 4}, {64, 16, 4}, {32, 32, 2}};
+  const bool plain = c.score_mod.text.empty() && !c.max_scores && !c.dropout && (!c.blocks || has_short_mask(c));
+  if (plain && head > 32 && c.most_queries != 64 && c.most_keys != 64 && !stays(c))
+    return plain_portable_forward(c, architecture);
   if (head <= 64) {
     FlexTile t{c.most_queries == 64 ? 64 : 128, 64, 4};
     t.portable().keeps = stays(c);
     return {t};
   }
-  if (head <= 128) return {mods ? FlexTile{128, 32, 4} : FlexTile{128, 64, 4}, {64, 32, 4}};
-  return {mods ? FlexTile{128, 32, 8} : FlexTile{128, 64, 8}, {64, 32, 4}};
+  if (head <= 128) return {{128, 32, 4}, {64, 32, 4}};
+  return {{128, 32, 8}, {64, 32, 4}};
 }
 
 std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   if (c.few_rows > 0) return few_forward(c, architecture);
   if (takes_hopper(c, architecture) && !boxes_pay(c)) return hopper_forward(c);
-  return with_columns(c, with_boxes(c, portable_forward(c)));
+  return with_columns(c, with_boxes(c, portable_forward(c, architecture)));
 }
 
 void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
@@ -216,6 +253,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
     return;
   }
   text.choice("kKeySplits", f.key_splits);
+  text.choice("kMaskInline", has_short_mask(c));
   text.choice("kBoxes", f.tile.boxes);
   text.choice("kKeeps", f.tile.keeps());
   text.numbers("kColumns", columns_of(c, f.tile));

@@ -5,6 +5,7 @@
 //   kUnscaled                  the scale is positive and left to the exponent: there is no score_mod
 //   kMaxScores                 whether max_scores and max_ties are wanted
 //   kOutLow                    whether out_low, what rounding took from the output, is wanted
+//   kMaskInline                whether the mask_mod is a few instructions without reads, computed pair by pair
 //   kKeeps                     whether a CTA has all queries and keys of a head, of one batch after the other, and
 //                              keeps what the score_mod reads of their pairs where that is the same in all of them
 //   kBoxes                     whether what the score_mod reads of pairs comes by way of shared memory, where it can
@@ -37,6 +38,7 @@ class FlexForward {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksE = Config::kValue / 8;
+  static constexpr int kBuffers = Config::kValue > 96 ? 2 : 1;  // of steps of products
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   using Columns = PairColumns<Config>;
@@ -80,13 +82,14 @@ class FlexForward {
     h_ = work.head % a_.heads;
     row_ = row_tile * Config::kRows;
     dropout_.begin(a_.dropout, work.head);
+    // Not after the list of tiles, for which the keys wait.
+    load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
     TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     if constexpr (Config::kKeySplits) walk.keep(split_, a_.partials.splits);
     begin();
     load_columns();
     if (walk.count() > 0) {
       int tile = walk[0];
-      load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
       load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, Entry::column(tile) * Config::kCols, a_.keys,
                                    a_.head_size);
       commit_copies();
@@ -96,6 +99,11 @@ class FlexForward {
         step(tile, next);
         tile = next;
       }
+    } else {
+      // Before the output takes their place.
+      commit_copies();
+      wait_copies<0>();
+      __syncthreads();
     }
     finish(walk.count() < 0);
   }
@@ -164,8 +172,7 @@ class FlexForward {
     Boxes::template load<kThreads>(boxes(), score_, b_, h_, row_, col, a_.queries, static_cast<int>(threadIdx.x));
     commit_copies();
     float s[kBlocksM][kBlocksN][4] = {};
-    multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key_, KeyTile::kStride,
-                                                    0, lane());
+    multiply_queries(s);
     wait_copies<0>();
     __syncthreads();
     if (next >= 0) {
@@ -176,18 +183,53 @@ class FlexForward {
     apply_mods(s, Entry::kind(tile), col);
     softmax(s);
     if constexpr (Config::kDropout) drop(s, col);
-    multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());
+    multiply_values(s);
+  }
+
+  __device__ __forceinline__ void multiply_queries(float (&s)[kBlocksM][kBlocksN][4]) const {
+    if constexpr (sizeof(T) == 2) {
+      multiply_ahead<T, Config::kHead / 16, kBuffers>(
+          s,
+          [&](unsigned(&words)[4], int k, int m) {
+            load_a(words, query_, QueryTile::kStride, first_row() + m * 16, k, lane());
+          },
+          [&](unsigned(&words)[4], int k, int n) { load_b(words, key_, KeyTile::kStride, n * 16, k, lane()); });
+    } else {
+      multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key_,
+                                                      KeyTile::kStride, 0, lane());
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const float (&s)[kBlocksM][kBlocksN][4]) {
+    if constexpr (sizeof(T) == 2) {
+      multiply_ahead<T, Config::kCols / 16, kBuffers>(
+          out_,
+          [&](unsigned(&words)[4], int k, int m) {
+            put_operand<T>(words, s[m][2 * k]);
+            put_operand<T>(words + 2, s[m][2 * k + 1]);
+          },
+          [&](unsigned(&words)[4], int k, int n) {
+            Mma<T>::load_b_transposed(words, value_, ValueTile::kStride, k * 16, n * 16, lane());
+          });
+    } else {
+      multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());
+    }
   }
 
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksM][kBlocksN][4], int kind, int col) const {
-    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+    // Rows beyond the queries are zeros and not written: only a score_mod would read for them.
+    const bool rows_masked = !Config::kUnscaled && row_ + Config::kRows > a_.queries;
+    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || rows_masked;
     if (Config::kUnscaled && !masked) return;
     const int row = row_ + first_row() + lane() / 4;
     col += lane() % 4 * 2;
+    if constexpr (Config::kUnscaled && Config::kMaskInline && !Config::kMixed) return mask_alone(s, kind, row, col);
+    constexpr int kTogether = !Config::kMaskInline ? 2 : kBlocksN * 4 < 16 ? kBlocksN * 4 : 16;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
-      const Tested alive(
-          pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, row + m * 16, col));
+      const Tested alive(masked
+                             ? masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, row + m * 16, col)
+                             : ~Bits<kBlocksN * 4>(0));
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
         auto reads = this->reads(m, n);
@@ -201,6 +243,21 @@ class FlexForward {
             x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes, reads);
           }
           s[m][n][e] = takes ? x : -FUSEGRAD_INFINITY;
+        }
+      }
+    }
+  }
+
+  // (row, col): the thread's first pair.
+  __device__ __forceinline__ void mask_alone(float (&s)[kBlocksM][kBlocksN][4], int kind, int row, int col) const {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int q = row + m * 16 + e / 2 * 8, kv = col + n * 8 + e % 2;
+          if (!takes_part<Config>(a_.tiles, mask_, kind, b_, h_, q, kv, kv < a_.keys)) s[m][n][e] = -FUSEGRAD_INFINITY;
         }
       }
     }
@@ -221,62 +278,86 @@ class FlexForward {
   static constexpr bool kLazy = Config::kValue > 64;
   static constexpr float kSlack = kLazy && !Config::kMaxScores ? 8.0f : 0.0f;
 
+  // All rows of a thread side by side: with few warps a multiprocessor waits for each shuffle and each branch.
   __device__ __forceinline__ void softmax(float (&s)[kBlocksM][kBlocksN][4]) {
     const float factor = unit() * kLog2E;
+    float rescale[kBlocksM][2], most[kBlocksM][2], origin[kBlocksM][2];
+    find_maxima(s, most);
+    bool rescales = false;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
-      float rescale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float max = max_[m][r];
-#pragma unroll
-        for (int n = 0; n < kBlocksN; ++n)
-          max = score_mod::maximum(max, score_mod::maximum(s[m][n][2 * r], s[m][n][2 * r + 1]));
-        max = row_max(max);
+        const float max = most[m][r];
         if constexpr (Config::kMaxScores) {
           if (max != max_[m][r]) ties_[m][r] = 0.0f;
 #pragma unroll
           for (int n = 0; n < kBlocksN; ++n) ties_[m][r] += (s[m][n][2 * r] == max) + (s[m][n][2 * r + 1] == max);
         }
         // Negated, so that NaN and the first score (infinity) are followed.
-        rescale[r] = 1.0f;
+        rescale[m][r] = 1.0f;
         if (!((max - max_[m][r]) * factor <= kSlack)) {
           // Without a score yet all exponentials are 0 (-inf less -inf would be NaN).
-          rescale[r] = max == -FUSEGRAD_INFINITY ? 0.0f : power_of_two((max_[m][r] - max) * factor);
+          rescale[m][r] = max == -FUSEGRAD_INFINITY ? 0.0f : power_of_two((max_[m][r] - max) * factor);
           max_[m][r] = max;
         }
+        rescales |= rescale[m][r] != 1.0f;
+        most[m][r] = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
+        origin[m][r] = most[m][r] * factor;
       }
-      // Few tiles but the first have such a score in any of a warp's rows.
-      if (!kLazy || __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+    }
+    // Few tiles but the first have such a score in any of a warp's rows.
+    if (!kLazy || __any_sync(~0u, rescales)) {
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
         for (int n = 0; n < kBlocksE; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) out_[m][n][e] *= rescale[e / 2];
+          for (int e = 0; e < 4; ++e) out_[m][n][e] *= rescale[m][e / 2];
         }
       }
-      float most[2], origin[2];
+    }
+    if constexpr (!kSame<T, float>) subtract_far(s, most, origin);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        most[r] = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
-        origin[r] = most[r] * factor;
-      }
-      if constexpr (!kSame<T, float>) subtract_far(s[m], most, origin);
+    for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float sum = 0.0f;
+      for (int r = 0; r < 2; ++r) sum_[m][r] *= rescale[m][r];
+    }
 #pragma unroll
-        for (int n = 0; n < kBlocksN; ++n) {
+    for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
-          for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            if constexpr (kSame<T, float>) {
-              s[m][n][e] = expf((s[m][n][e] - most[r]) * unit());
-            } else {
-              s[m][n][e] = power_of_two(s[m][n][e] * factor - origin[r]);
-            }
-            sum += s[m][n][e];
+      for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (kSame<T, float>) {
+            s[m][n][e] = expf((s[m][n][e] - most[m][e / 2]) * unit());
+          } else {
+            s[m][n][e] = power_of_two(s[m][n][e] * factor - origin[m][e / 2]);
           }
+          sum_[m][e / 2] += s[m][n][e];
         }
-        sum_[m][r] = sum_[m][r] * rescale[r] + sum;
+      }
+    }
+  }
+
+  // The maxima of the thread's rows, of the warp's four columns of threads and of the tiles before.
+  __device__ __forceinline__ void find_maxima(const float (&s)[kBlocksM][kBlocksN][4], float (&most)[kBlocksM][2]) {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        most[m][r] = max_[m][r];
+#pragma unroll
+        for (int n = 0; n < kBlocksN; ++n)
+          most[m][r] = score_mod::maximum(most[m][r], score_mod::maximum(s[m][n][2 * r], s[m][n][2 * r + 1]));
+      }
+    }
+#pragma unroll
+    for (int step = 1; step <= 2; ++step) {
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) most[m][r] = score_mod::maximum(most[m][r], __shfl_xor_sync(~0u, most[m][r], step));
       }
     }
   }
@@ -316,7 +397,12 @@ class FlexForward {
     }
   }
   __device__ __forceinline__ void finish_whole(bool bad) {
-    __syncthreads();  // the output takes the queries' place
+    // The output takes the queries' place, of which a warp has its own rows where both are as wide.
+    if constexpr (QueryTile::kStride == OutTile::kStride) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
@@ -350,40 +436,24 @@ class FlexForward {
   // Writes by way of shared memory, each warp its own rows, so that lanes store 16 bytes.
   template <bool kLow>
   __device__ __forceinline__ void write(const FlexTensor& to) const {
-    extern __shared__ __align__(16) char shared[];
-    char* mine = shared + first_row() * OutTile::kStride;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
       for (int n = 0; n < kBlocksE; ++n) {
+        float x[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float x = out_[m][n][e] * sum_[m][e / 2];
-          T* at = reinterpret_cast<T*>(mine + (m * 16 + e / 2 * 8 + lane() / 4) * OutTile::kStride) + n * 8 +
-                  lane() % 4 * 2 + e % 2;
-          store(at, kLow ? x - rounded<T>(x) : x);
+          x[e] = out_[m][n][e] * sum_[m][e / 2];
+          if constexpr (kLow) x[e] -= rounded<T>(x[e]);
         }
+        unsigned words[kOperandWords<T>];
+        put_operand<T>(words, x);
+        store_operand<T>(query_, OutTile::kStride, first_row() + m * 16, n, words, lane());
       }
     }
     __syncwarp();
-    T* out = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
-    const int rows = min(kBlocksM * 16, a_.queries - row_ - first_row());
-    constexpr int kVector = 16 / sizeof(T);
-    if (to.col_stride == 1 && a_.value_size % kVector == 0 && to.row_stride % kVector == 0 &&
-        to.head_stride % kVector == 0 && to.batch_stride % kVector == 0) {
-      const int vectors = a_.value_size / kVector;
-      for (int i = lane(); i < rows * vectors; i += kLanes) {
-        const int row = i / vectors, vector = i % vectors;
-        *reinterpret_cast<int4*>(out + (row_ + first_row() + row) * to.row_stride + vector * kVector) =
-            *reinterpret_cast<const int4*>(mine + row * OutTile::kStride + vector * 16);
-      }
-    } else {
-      for (int i = lane(); i < rows * a_.value_size; i += kLanes) {
-        const int row = i / a_.value_size, col = i % a_.value_size;
-        out[(row_ + first_row() + row) * to.row_stride + col * to.col_stride] =
-            reinterpret_cast<const T*>(mine + row * OutTile::kStride)[col];
-      }
-    }
+    store_tile<OutTile, kBlocksM * 16, kLanes>(to, b_, h_, row_ + first_row(), a_.queries, a_.value_size,
+                                               query_ + first_row() * OutTile::kStride);
   }
 
   const FlexForwardArguments& a_;

@@ -59,6 +59,8 @@ void force_flex_family(std::optional<FlexFamily> family);
 bool flex_family_is_forced();
 /// For tests and benchmarks: a smaller shared memory than the GPU's, such as 99 KiB of sm_89; 0: the GPU's own.
 void force_flex_shared_limit(int bytes);
+/// What a launch asks for where the limit is forced: as many CTAs run on a multiprocessor as there would.
+int flex_launched_bytes(int bytes, int capability);
 bool flex_shared_limit_is_forced();
 /// For tests: the scheme of contributions for which it is right, instead of the planner's.
 void force_flex_scheme(std::optional<device::Scheme> scheme);

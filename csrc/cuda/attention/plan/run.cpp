@@ -255,7 +255,12 @@ void PlanRun::launch(const Program& program, void* arguments, const std::vector<
   how.programmatic = hopper_forward || (any && std::stoi(Gpu::current().architecture) >= 90);
   std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
   all.insert(all.end(), more.begin(), more.end());
-  kernel(program, ahead).launch(how, all.data());
+  const jit::Kernel& compiled = kernel(program, ahead);
+  if (flex_shared_limit_is_forced()) {
+    how.shared_bytes = flex_launched_bytes(facts.shared_bytes, std::stoi(Gpu::current().architecture));
+    compiled.allow_shared(how.shared_bytes);
+  }
+  compiled.launch(how, all.data());
 }
 
 void fill_scratch(const Scratch& scratch, void* memory, CUstream_st* stream) {

@@ -7,6 +7,7 @@
 #include "cuda/attention/backward/backward.h"
 #include "cuda/attention/captured/reads.h"
 #include "cuda/attention/plan/case_facts.h"
+#include "cuda/limits.h"
 
 namespace fusegrad::cuda {
 namespace planner {
@@ -91,13 +92,28 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
 int most_of(int64_t length) { return length <= 64 ? 64 : length <= 128 ? 128 : 0; }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {score_mod::Reads::kPair}); }
 
-int flex_shared_limit(int capability) {
-  constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
+namespace {
+
+constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
+
+int bytes_of_multiprocessor(int capability) {
   const int kib = capability == 80 || capability == 87                                 ? 164
                   : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228
                                                                                        : 100;
-  const int own = (kib << 10) - kReserved, limit = forced_limit;
+  return kib << 10;
+}
+
+}  // namespace
+
+int flex_shared_limit(int capability) {
+  const int own = bytes_of_multiprocessor(capability) - kReserved, limit = forced_limit;
   return limit > 0 ? std::min(limit, own) : own;
+}
+int flex_launched_bytes(int bytes, int capability) {
+  constexpr int kBesides = 2 * kReserved;  // what a kernel declares is less than as much again
+  const int limit = forced_limit;
+  if (limit == 0) return bytes;
+  return bytes_for_as_many(bytes, limit + kReserved, bytes_of_multiprocessor(capability), kBesides);
 }
 void force_flex_shared_limit(int bytes) {
   forced_limit = bytes;

@@ -39,7 +39,10 @@ inline RowShape choose_shape(const Device& device, int64_t rows, int64_t vectors
   shape.split.slice = static_cast<int>(slice());
   // CTAs have whole steps of a warp.
   shape.split.chunk = ((shape.split.slice + device::kMaxChunks - 1) / device::kMaxChunks + 31) / 32 * 32;
-  shape.split.stash = again && slice_bytes() + kOtherShared <= device.shared_bytes;
+  // A CTA alone on a multiprocessor takes longer than a second reading from the L2 cache.
+  const int ctas = device.cluster > 1 ? 1 : 2;
+  shape.split.stash = again && slice_bytes() + kOtherShared <= device.shared_bytes &&
+                      ctas * (slice_bytes() + kOtherShared) <= device.shared_of_multiprocessor;
   shape.bulk = bulk && shape.split.stash && device.cluster > 1;
   shape.shared_bytes = shape.split.stash ? static_cast<int>(slice_bytes()) : 0;
   return shape;
