@@ -76,8 +76,7 @@ struct Tile {
 #pragma unroll
         for (int more = 0; more < kVectors; more += kGroup) {
           if (kRows % kStep == 0 || first + row < kRows) {
-            copy_async(to + row * kStride + more * 16, from + more * 16,
-                       vector + more < vectors && first + row < rows);
+            copy_async(to + row * kStride + more * 16, from + more * 16, vector + more < vectors && first + row < rows);
           }
         }
         from += kStep * stride;
@@ -356,14 +355,15 @@ __device__ __forceinline__ void multiply_ahead(float (&c)[kBlocksM][kBlocksN][4]
   using Product = Mma<T>;
   constexpr int kEach = kBlocksN / 2, kAll = kSteps * kEach;
   unsigned row[kBuffers][kBlocksM][4], col[2][4];
+  const auto load_rows = [&](int k) {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) rows(row[k % kBuffers][m], k, m);
+  };
   cols(col[0], 0, 0);
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
     const int k = i / kEach, n = i % kEach, next = i + 1;
-    if (n == 0) {
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) rows(row[k % kBuffers][m], k, m);
-    }
+    if (n == 0) load_rows(k);
     if (next < kAll) cols(col[next % 2], next / kEach, next % kEach);
     const auto factor = Product::factor(col[i % 2]);
 #pragma unroll

@@ -468,8 +468,8 @@ __device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, i
 }
 
 /// Stores kRows rows of a tile, which a warp or a CTA of kThreads threads has in shared memory, to a head's rows from
-/// `row` on of a tensor of any strides with `rows` rows and `cols` columns.
-template <class From, int kRows, int kThreads>
+/// `row` on of a tensor of any strides with `rows` rows and `cols` columns; kTogether stores of a thread at a time.
+template <class From, int kRows, int kThreads, int kTogether = 1>
 __device__ __forceinline__ void store_tile(const FlexTensor& to, int b, int h, int row, int rows, int cols,
                                            unsigned from) {
   using T = typename From::Element;
@@ -477,18 +477,32 @@ __device__ __forceinline__ void store_tile(const FlexTensor& to, int b, int h, i
   T* out = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + row * to.row_stride;
   const bool vectors = to.col_stride == 1 && cols % kVector == 0 && to.row_stride % kVector == 0 &&
                        reinterpret_cast<unsigned long long>(out) % 16 == 0;
+  constexpr int kCount = kRows * From::kVectors;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) % kThreads; i < kRows * From::kVectors; i += kThreads) {
-    const int r = i / From::kVectors, col = i % From::kVectors * kVector;
-    if (row + r >= rows || col >= cols) continue;
-    const unsigned at = from + r * From::kStride + col * static_cast<int>(sizeof(T));
-    T* there = out + r * to.row_stride + col * to.col_stride;
+  for (int first = static_cast<int>(threadIdx.x) % kThreads; first < kCount; first += kTogether * kThreads) {
+    uint4 words[kTogether];
+    const auto at = [&](int i) {
+      const int r = i / From::kVectors;
+      return from + r * From::kStride + (i - r * From::kVectors) * 16;
+    };
     if (vectors) {
-      *reinterpret_cast<uint4*>(there) = load_shared<uint4>(at);
-    } else {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (kTogether == 1 || first + j * kThreads < kCount) words[j] = load_shared<uint4>(at(first + j * kThreads));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int i = first + j * kThreads, r = i / From::kVectors, col = i % From::kVectors * kVector;
+      if ((kTogether > 1 && i >= kCount) || row + r >= rows || col >= cols) continue;
+      T* there = out + r * to.row_stride + col * to.col_stride;
+      if (vectors) {
+        *reinterpret_cast<uint4*>(there) = words[j];
+      } else {
 #pragma unroll 1
-      for (int e = 0; e < kVector && col + e < cols; ++e)
-        there[e * to.col_stride] = load_shared<T>(at + e * static_cast<int>(sizeof(T)));
+        for (int e = 0; e < kVector && col + e < cols; ++e)
+          there[e * to.col_stride] = load_shared<T>(at(i) + e * static_cast<int>(sizeof(T)));
+      }
     }
   }
 }

@@ -178,7 +178,8 @@ std::vector<FlexTile> few_forward(const FlexCase& c, const std::string& architec
   return found;
 }
 
-// Whether a mask_mod is so few instructions, none of them a read or a loop, that all pairs of a thread have it in a row.
+// Whether a mask_mod is so few instructions, none of them a read or a loop, that all pairs of a thread have it in a
+// row.
 bool has_short_mask(const FlexCase& c) {
   constexpr size_t kMostNodes = 16;
   if (c.mask_mod.text.empty()) return true;
@@ -188,7 +189,8 @@ bool has_short_mask(const FlexCase& c) {
 }
 
 // Tiles where scores are only scaled, and masked by few instructions at most: more keys at a time pay, and two CTAs a
-// multiprocessor, of which one goes on where the other waits. Measured; a tile in several blocks of a mask does not pay.
+// multiprocessor, of which one goes on where the other waits. Measured; a tile in several blocks of a mask does not
+// pay.
 std::vector<FlexTile> plain_portable_forward(const FlexCase& c, const std::string& architecture) {
   const int head = std::max(head_cols(c), value_cols(c));
   std::vector<FlexTile> twice, once;
@@ -200,7 +202,8 @@ std::vector<FlexTile> plain_portable_forward(const FlexCase& c, const std::strin
     twice = {{128, 64, 4}};
     once = {{128, 32, 4}, {64, 32, 4}};
   } else if (head <= 128) {
-    twice = {{128, 64, 4}};
+    // With a mask the compiler for sm_80 spills, and loads most operands when their products are due.
+    twice = {{128, c.blocks && architecture == "80" ? 32 : 64, 4}};
     once = {{128, 64, 8}, {64, 32, 4}};
   } else {
     once = {{128, 64, 8}, {128, 32, 8}, {64, 32, 4}};

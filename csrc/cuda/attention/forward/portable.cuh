@@ -38,7 +38,10 @@ class FlexForward {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksE = Config::kValue / 8;
-  static constexpr int kBuffers = Config::kValue > 96 ? 2 : 1;  // of steps of products
+  // A warp with 16 rows has registers to spare, and compilers load ahead by themselves.
+  static constexpr bool kAhead = sizeof(T) == 2 && kBlocksM > 1;
+  // Measured: steps of products whose rows have registers of their own, and stores of a thread at a time.
+  static constexpr int kBuffers = Config::kValue > 96 ? 2 : 1, kTogether = Config::kValue > 96 ? 4 : 1;
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   using Columns = PairColumns<Config>;
@@ -187,13 +190,13 @@ class FlexForward {
   }
 
   __device__ __forceinline__ void multiply_queries(float (&s)[kBlocksM][kBlocksN][4]) const {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (kAhead) {
       multiply_ahead<T, Config::kHead / 16, kBuffers>(
           s,
-          [&](unsigned(&words)[4], int k, int m) {
+          [&](unsigned (&words)[4], int k, int m) {
             load_a(words, query_, QueryTile::kStride, first_row() + m * 16, k, lane());
           },
-          [&](unsigned(&words)[4], int k, int n) { load_b(words, key_, KeyTile::kStride, n * 16, k, lane()); });
+          [&](unsigned (&words)[4], int k, int n) { load_b(words, key_, KeyTile::kStride, n * 16, k, lane()); });
     } else {
       multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key_,
                                                       KeyTile::kStride, 0, lane());
@@ -201,14 +204,14 @@ class FlexForward {
   }
 
   __device__ __forceinline__ void multiply_values(const float (&s)[kBlocksM][kBlocksN][4]) {
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (kAhead) {
       multiply_ahead<T, Config::kCols / 16, kBuffers>(
           out_,
-          [&](unsigned(&words)[4], int k, int m) {
+          [&](unsigned (&words)[4], int k, int m) {
             put_operand<T>(words, s[m][2 * k]);
             put_operand<T>(words + 2, s[m][2 * k + 1]);
           },
-          [&](unsigned(&words)[4], int k, int n) {
+          [&](unsigned (&words)[4], int k, int n) {
             Mma<T>::load_b_transposed(words, value_, ValueTile::kStride, k * 16, n * 16, lane());
           });
     } else {
@@ -223,13 +226,21 @@ class FlexForward {
     if (Config::kUnscaled && !masked) return;
     const int row = row_ + first_row() + lane() / 4;
     col += lane() % 4 * 2;
-    if constexpr (Config::kUnscaled && Config::kMaskInline && !Config::kMixed) return mask_alone(s, kind, row, col);
-    constexpr int kTogether = !Config::kMaskInline ? 2 : kBlocksN * 4 < 16 ? kBlocksN * 4 : 16;
+    if constexpr (Config::kUnscaled && Config::kMaskInline && !Config::kMixed) {
+      mask_alone(s, kind, row, col);
+    } else {
+      apply_to_each(s, kind, masked, row, col);
+    }
+  }
+
+  // (row, col): the thread's first pair, here and below.
+  __device__ __forceinline__ void apply_to_each(float (&s)[kBlocksM][kBlocksN][4], int kind, bool masked, int row,
+                                                int col) const {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
-      const Tested alive(masked
-                             ? masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, row + m * 16, col)
-                             : ~Bits<kBlocksN * 4>(0));
+      const Tested alive(
+          masked ? masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, row + m * 16, col)
+                 : ~Bits<kBlocksN * 4>(0));
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
         auto reads = this->reads(m, n);
@@ -248,7 +259,6 @@ class FlexForward {
     }
   }
 
-  // (row, col): the thread's first pair.
   __device__ __forceinline__ void mask_alone(float (&s)[kBlocksM][kBlocksN][4], int kind, int row, int col) const {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
@@ -452,8 +462,8 @@ class FlexForward {
       }
     }
     __syncwarp();
-    store_tile<OutTile, kBlocksM * 16, kLanes>(to, b_, h_, row_ + first_row(), a_.queries, a_.value_size,
-                                               query_ + first_row() * OutTile::kStride);
+    store_tile<OutTile, kBlocksM * 16, kLanes, kTogether>(to, b_, h_, row_ + first_row(), a_.queries, a_.value_size,
+                                                          query_ + first_row() * OutTile::kStride);
   }
 
   const FlexForwardArguments& a_;
