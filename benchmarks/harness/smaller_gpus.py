@@ -1,8 +1,8 @@
 """What GPUs before Hopper and consumer GPUs run, measured on a larger one: the portable kernels of attention, and the
 losses without clusters of CTAs, each with all of the GPU's shared memory and with 99 KiB a CTA (sm_86, sm_89, sm_120).
 
-Beside attention: PyTorch's FlashAttention-2, whose kernels are those of these GPUs. Beside a loss: itself with clusters.
-More CTAs with 99 KiB run at a time here than on a GPU whose multiprocessors have 100 KiB.
+Beside attention: PyTorch's FlashAttention-2, whose kernels are those of these GPUs, with all of this one's memory.
+Beside a loss: itself with clusters. With 99 KiB as many CTAs run on a multiprocessor as on one that has 100 KiB.
 """
 
 from __future__ import annotations

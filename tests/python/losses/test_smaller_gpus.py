@@ -33,9 +33,7 @@ def test_cross_entropy(gpu: str, inplace: bool) -> None:
         target = torch.randint(classes, (37,), device="cuda")
         loss, (grad,) = gradients(lambda x, t=target: fusegrad.cross_entropy(x * 1, t, inplace=inplace), [logits])
         eager, (eager_grad,) = gradients(lambda x, t=target: torch.nn.functional.cross_entropy(x, t), [logits])
-        right, (right_grad,) = gradients(
-            lambda x, t=target: torch.nn.functional.cross_entropy(x, t), [logits.double()]
-        )
+        right, (right_grad,) = gradients(lambda x, t=target: torch.nn.functional.cross_entropy(x, t), [logits.double()])
         assert_as_good_as_eager(loss, eager, right, f"{gpu}: loss of {classes}", single=2**-20)
         assert_as_good_as_eager(grad, eager_grad, right_grad, f"{gpu}: gradient of {classes}")
 
@@ -45,9 +43,7 @@ def test_cross_entropy(gpu: str, inplace: bool) -> None:
 def test_jsd(gpu: str, beta: float, inplace: bool) -> None:
     for classes in CLASSES:
         student, teacher = (torch.randn(19, classes, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        loss, grads = gradients(
-            lambda s, t: fusegrad.jsd(s * 1, t * 1, beta=beta, inplace=inplace), [student, teacher]
-        )
+        loss, grads = gradients(lambda s, t: fusegrad.jsd(s * 1, t * 1, beta=beta, inplace=inplace), [student, teacher])
         right, right_grads = gradients(
             lambda s, t: reference.jsd(s, t, beta=beta)[0], [student.double(), teacher.double()]
         )

@@ -41,7 +41,7 @@ class FlexForward {
   // A warp with 16 rows has registers to spare, and compilers load ahead by themselves.
   static constexpr bool kAhead = sizeof(T) == 2 && kBlocksM > 1;
   // Measured: steps of products whose rows have registers of their own, and stores of a thread at a time.
-  static constexpr int kBuffers = Config::kValue > 96 ? 2 : 1, kTogether = Config::kValue > 96 ? 4 : 1;
+  static constexpr int kBuffers = Config::kValue > 96 ? 2 : 1, kStores = Config::kValue > 96 ? 4 : 1;
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   using Columns = PairColumns<Config>;
@@ -236,6 +236,8 @@ class FlexForward {
   // (row, col): the thread's first pair, here and below.
   __device__ __forceinline__ void apply_to_each(float (&s)[kBlocksM][kBlocksN][4], int kind, bool masked, int row,
                                                 int col) const {
+    // Pairs of a step of the loop over a mask_mod.
+    constexpr int kTogether = !Config::kMaskInline ? 2 : kBlocksN * 4 < 16 ? kBlocksN * 4 : 16;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       const Tested alive(
@@ -462,8 +464,8 @@ class FlexForward {
       }
     }
     __syncwarp();
-    store_tile<OutTile, kBlocksM * 16, kLanes, kTogether>(to, b_, h_, row_ + first_row(), a_.queries, a_.value_size,
-                                                          query_ + first_row() * OutTile::kStride);
+    store_tile<OutTile, kBlocksM * 16, kLanes, kStores>(to, b_, h_, row_ + first_row(), a_.queries, a_.value_size,
+                                                        query_ + first_row() * OutTile::kStride);
   }
 
   const FlexForwardArguments& a_;
