@@ -33,6 +33,12 @@ LEFT_OUT = (
     "two triangles",
     "graphormer",  # its last run of this program is older than the others
 )
+SMALLER = (  # rows of the short page
+    "attention (4, 16, 4096, 128) causal",
+    "attention (4, 16, 4096, 64) causal",
+    "attention (8, ",
+    "jsd (4096, 1",
+)
 LEFT_OUT_LOG_PROBS = ("trl chunked", "verl chunked", "fusegrad temperature a row")
 
 
@@ -96,16 +102,9 @@ Forward / backward with the bias and its gradient; sizes are (batch, heads, toke
 
 {learned_biases}
 
-## JAX
-
-XLA's temporaries above arguments and results ({run_jax}).
-
-{jax}
-
 ## GPUs before Hopper and consumer GPUs, measured on an H200
 
-Forward / backward of the kernels that sm_80 to sm_89 and sm_120 run; losses as sm_80 to sm_89 run them. 99 KiB: as many
-CTAs a multiprocessor as where shared memory is so small; FlashAttention-2 has all of the H200's ({run_smaller}).
+{run_smaller}; [more](tables/performance.md#gpus-before-hopper-and-consumer-gpus-measured-on-an-h200).
 
 {smaller_gpus}
 
@@ -182,6 +181,20 @@ scaled_dot_product_attention and the bias in memory, with ours by one line, and 
 
 {models}
 
+## GPUs before Hopper and consumer GPUs, measured on an H200
+
+Forward / backward of the kernels that sm_80 to sm_89 and sm_120 run; losses as sm_80 to sm_89, which have no clusters,
+run them. 99 KiB: as many CTAs a multiprocessor as where shared memory is so small; FlashAttention-2 has all of the
+H200's ({run_smaller}).
+
+{smaller_gpus}
+
+## JAX
+
+XLA's temporaries above arguments and results ({run_jax}).
+
+{jax}
+
 ## Forward mode
 
 Attention with the tangents of query, key and value, sizes as above; [the kernels](../design/transforms.md).
@@ -252,6 +265,8 @@ def page(template: Callable[..., str], gpu: dict[str, Document], host: dict[str,
         "tangents": tables.tangents(gpu["transforms"]),
         "block_masks": tables.block_masks(gpu["block_mask"]),
         "smaller_gpus": tables.smaller_gpus(gpu["smaller_gpus"]),
+        "run_smaller": tables.run(gpu["smaller_gpus"]),
+        "run_jax": tables.run(gpu["jax_attention"]),
         "jax": tables.jax_rows(gpu["jax_attention"]),
         "captured": tables.captured(gpu["flex_attention"]),
         "first": took[0],
@@ -275,7 +290,6 @@ def short_page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         "biases": "learned_biases",
         "steps": "train_step",
         "host": "host_time",
-        "jax": "jax_attention",
         "smaller": "smaller_gpus",
     }
     return page(
@@ -285,6 +299,7 @@ def short_page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         attention=tables.attention(gpu["flex_attention"], S=4096),
         log_probs=tables.log_probs(gpu["token_log_prob"], V=128256, leave_out=LEFT_OUT_LOG_PROBS),
         learned_biases=tables.learned_biases(gpu["learned_biases"], leave_out=LEFT_OUT),
+        smaller_gpus=tables.smaller_gpus(gpu["smaller_gpus"], only=SMALLER),
         losses_picture=picture(
             "losses", "Time and memory of the losses beside Liger, quack, torch.compile and PyTorch"
         ),

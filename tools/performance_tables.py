@@ -212,10 +212,13 @@ def learned_biases(document: Document, leave_out: tuple[str, ...] = ()) -> str:
     return table(["ms, forward / backward", "**fusegrad**", "times that without the bias", "fastest peer"], rows)
 
 
-def smaller_gpus(document: Document) -> str:
-    """Portable kernels beside FlashAttention-2, losses without clusters beside themselves with them."""
+def smaller_gpus(document: Document, only: tuple[str, ...] = ("",)) -> str:
+    """Portable kernels beside FlashAttention-2, losses without clusters beside themselves with them. `only`: beginnings
+    of rows."""
     rows = []
     for case in document["cases"]:
+        if not case["row"].startswith(only):
+            continue
         ms = case["ms"]
         parts = ("forward", "backward") if "flash forward" in ms else ("both",)
         ways = ("portable", "99 KiB", "flash") if len(parts) == 2 else ("no clusters", "99 KiB", "clusters")

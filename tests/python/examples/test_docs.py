@@ -106,7 +106,7 @@ def test_every_block_is_looked_at() -> None:
 def test_pages_for_users_are_few_and_short() -> None:
     words = {_name(page): len(page.read_text().split()) for page in FOR_USERS}
     assert len(words) <= 12 and sum(words.values()) <= 15_000, words
-    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 160
 
 
 def _documented() -> Iterator[tuple[str, object, set[str]]]:
