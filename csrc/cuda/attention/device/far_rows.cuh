@@ -38,9 +38,9 @@ __device__ __forceinline__ FlexLse lse_of(float max, float unit, float log_sum) 
 __device__ __forceinline__ bool is_far_exponent(float origin) { return fabsf(origin) > kFarExponent; }
 
 /// Called by a warp where the exponentials of a thread's rows of scores, two of each block of 16, are to be computed
-/// relative to `most`, of which `origin` is the exponent: of a far row the scores are relative to it afterwards. Returns
-/// whether the warp has one. The vote makes the branch uniform: one that may diverge costs short sequences a tenth of
-/// their time.
+/// relative to `most`, of which `origin` is the exponent: of a far row the scores are relative to it afterwards.
+/// Returns whether the warp has one. The vote makes the branch uniform: one that may diverge costs short sequences a
+/// tenth of their time.
 template <int kBlocksM, int kBlocks>
 __device__ __forceinline__ bool subtract_far(float (&s)[kBlocksM][kBlocks][4], const float (&most)[kBlocksM][2],
                                              float (&origin)[kBlocksM][2]) {
