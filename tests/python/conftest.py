@@ -8,6 +8,11 @@ from contextlib import contextmanager
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
+# TorchInductor's own vectors are not what is tested: without them, and without the programs that ask the compiler for
+# them and the processes that would compile, its code takes a third of the time to compile.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import fusegrad
 import pytest
 import torch

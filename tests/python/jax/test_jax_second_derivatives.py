@@ -110,7 +110,7 @@ def compare(ours: Function, formula: Function, inputs: list[Any], how: Function,
 
 @pytest.mark.parametrize(
     "which, how",
-    [*((nonlinear, how) for how in NESTINGS), *zip(MODS, NESTINGS * 2, strict=False)],
+    [*((nonlinear, how) for how in NESTINGS), *zip([m for m in MODS if m is not nonlinear], NESTINGS * 2, strict=False)],
     ids=lambda f: f.__name__,
 )
 def test_nestings(which: Any, how: Function, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +132,7 @@ def check_case(one: Case) -> None:
     compare(ours, formula, inputs, gradient_along)
 
 
-IN_EVERY_RUN = (
-    *("activations", "functions", "integers_and_bools", "dot_products", "stacked"),
-    *("filled reads", "bf16_bias", "document_bias", "float_buffer_in_both"),
-)
+IN_EVERY_RUN = ("activations", "dot_products", "filled reads", "bf16_bias", "document_bias")
 
 
 @rows_of("one", [c for c in CASES if c.name in IN_EVERY_RUN])

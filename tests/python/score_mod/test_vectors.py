@@ -297,7 +297,11 @@ fusegrad.compile_flex(mod, lambda b, h, q, kv: q >= kv, head_size=64, dtype=torc
 @needs_flex_compiler
 @pytest.mark.parametrize(
     ("length", "architecture", "how"),
-    [(64, "80", "plain"), (256, "90a", "plain"), (256, "90a", "deterministic")],
+    [
+        (64, "80", "plain"),
+        (256, "90a", "plain"),
+        pytest.param(256, "90a", "deterministic", marks=pytest.mark.large),
+    ],
 )
 def test_a_dot_product_compiles(length: int, architecture: str, how: str, tmp_path) -> None:
     """In a process of its own: NVRTC ended it when vectors were unrolled."""

@@ -174,31 +174,28 @@ def is_float(x: Any) -> bool:
 
 def compare(
     ours: Callable[..., Any], formula: Callable[..., Any], inputs: list[Any], upstream: Any, what: str = ""
-) -> None:
-    """out, lse and max_scores, and the gradients by all float inputs of a sum of all three, `upstream` its weights."""
+) -> Callable[..., Any]:
+    """out, lse and max_scores, and the gradients by all float inputs of a sum of all three, `upstream` its weights.
+    Returns the compiled function of the inputs that gives the gradients and results of `ours`."""
     places = tuple(i for i, x in enumerate(inputs) if is_float(x))
 
-    def run(f: Callable[..., Any], inputs: list[Any], weights: Any, compiled: bool = True) -> tuple[Any, Any]:
-        def loss(*floats: Any) -> Any:
-            given = list(inputs)
-            for place, x in zip(places, floats, strict=True):
-                given[place] = x
+    def run(f: Callable[..., Any], weights: Any) -> Callable[..., Any]:
+        def loss(*given: Any) -> Any:
             results = f(*given)
             parts = [(r.astype(jnp.float64) * w).sum() for r, w in zip(results, weights, strict=False)]
             return sum(jnp.where(jnp.isfinite(p), p, 0) for p in parts), results
 
-        grad = jax.grad(loss, tuple(range(len(places))), has_aux=True)
-        gradients, results = (jax.jit(grad) if compiled else grad)(*[inputs[i] for i in places])
-        return results, gradients
+        return jax.grad(loss, places, has_aux=True)
 
     wide = [x.astype(jnp.float64) if is_float(x) else x for x in inputs]
-    found, gradients = run(ours, inputs, upstream)
+    compiled = jax.jit(run(ours, upstream))
+    gradients, found = compiled(*inputs)
     on_cpu, weights = jax.device_put((wide, upstream), on("cpu"))
     # Op by op: XLA of JAX 0.10 gets a gradient of one fused loop wrong on CPUs with AVX-512, and in a fused loop no XLA
     # rounds to 16 bits what the ops of a formula give.
-    truth, right = run(formula, on_cpu, weights, compiled=False)
+    right, truth = run(formula, weights)(*on_cpu)
     exact = all(x.dtype == jnp.float64 for x in inputs if is_float(x))
-    eager, eager_gradients = (truth, right) if exact else run(formula, inputs, upstream, compiled=False)
+    eager_gradients, eager = (right, truth) if exact else run(formula, upstream)(*inputs)
     names = ("out", "lse", "max_scores")
     for x, e, t, name in zip(found, eager, truth, names, strict=False):
         known = np.isfinite(np.asarray(t, np.float64))
@@ -207,6 +204,7 @@ def compare(
     for place, x, e, t in zip(places, gradients, eager_gradients, right, strict=True):
         assert x.dtype == inputs[place].dtype
         assert_good(x, e, t, f"{what}: gradient {place}")
+    return compiled
 
 
 def tensors(make: Maker, n: Sizes) -> list[Any]:
@@ -265,7 +263,7 @@ def tolerance(device: str) -> tuple[str, float]:
     return ("float64", 1e-12) if device == "cpu" else ("float32", 2e-4)
 
 
-def close(device: str, found: Any, right: Any) -> None:
-    limit = tolerance(device)[1]
+def close(device: str, found: Any, right: Any, limit: float | None = None) -> None:
+    limit = limit or tolerance(device)[1]
     for x, t in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(x, t, rtol=limit, atol=limit * max(1.0, float(jnp.abs(t).max())))
