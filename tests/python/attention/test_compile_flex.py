@@ -9,7 +9,7 @@ import pytest
 import torch
 from coverings import pairs_of, rows_of
 from fusegrad import _C, ScoreMod, compile_flex, flex_attention, trace_mask_mod
-from needs import has_flex_compiler, needs_flex_compiler
+from needs import QUICKLY, has_flex_compiler, needs_flex_compiler
 from support import deterministic_algorithms
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> pathlib.Path:
     monkeypatch.setenv("FUSEGRAD_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FUSEGRAD_JIT_FLAGS", QUICKLY)
     if has_flex_compiler():
         _C.jit.forget()
     return tmp_path / "cache"
@@ -51,8 +52,9 @@ def causal(b, h, q, kv):
 
 @needs_flex_compiler
 @pytest.mark.parametrize("size", [32, 64])
-def test_integers_by_keys(size: int) -> None:
+def test_integers_by_keys(size: int, monkeypatch) -> None:
     """They have no lines, so that nobody arrives at the barriers of a Hopper kernel's lines; ptxas died of such."""
+    monkeypatch.delenv("FUSEGRAD_JIT_FLAGS")
     weight = torch.arange(300) % 40
     compile_flex(lambda s, b, h, q, kv: s * weight[kv], causal, head_size=size, architecture="90a")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from coverings import each_of
 from fusegrad import _C, compile_flex
-from needs import has_flex_compiler, needs_flex_compiler
+from needs import QUICKLY, has_flex_compiler, needs_flex_compiler
 from reads_of_reads import BATCHES, CHAINS, HEADS, ROWS, Chain, places, same_document
 
 pytestmark = needs_flex_compiler
@@ -15,6 +15,7 @@ pytestmark = needs_flex_compiler
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FUSEGRAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FUSEGRAD_JIT_FLAGS", QUICKLY)
     if has_flex_compiler():
         _C.jit.forget()
 

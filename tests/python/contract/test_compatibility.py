@@ -227,8 +227,18 @@ def agree(one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: list
         torch.testing.assert_close(a, b)
 
 
-@rows_of("case", score_mods.CASES, tests=8)
+@rows_of("case", score_mods.CASES[::2], tests=4)
 def test_score_mods_from_the_field_without_a_graph_break(case: score_mods.Case) -> None:
+    check_without_a_graph_break(case)
+
+
+@pytest.mark.large
+@rows_of("case", score_mods.CASES[1::2], tests=4)
+def test_the_rest_of_the_field_without_a_graph_break(case: score_mods.Case) -> None:
+    check_without_a_graph_break(case)
+
+
+def check_without_a_graph_break(case: score_mods.Case) -> None:
     """Traced within a compiled function as outside of it."""
     score_mod, mask_mod, parameters = case.make(B, H, M, N, torch.float64, torch.Generator().manual_seed(0))
     # create_block_mask takes plain functions only.

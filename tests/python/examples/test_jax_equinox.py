@@ -12,6 +12,7 @@ pytest.importorskip("optax")
 pytest.importorskip("rdkit")
 
 
+@pytest.mark.large
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import jax_equinox
 

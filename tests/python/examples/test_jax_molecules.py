@@ -10,6 +10,7 @@ pytest.importorskip("jax")
 pytest.importorskip("rdkit")
 
 
+@pytest.mark.large
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import jax_molecules
 

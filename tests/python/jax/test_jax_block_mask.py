@@ -58,8 +58,7 @@ def mask_of(case: Case) -> Any:
 CASE_OF_MASK = {mask: case for case in CASES if (mask := mask_of(case)) is not None}
 
 
-@pytest.mark.parametrize("block", [4, (8, 16)], ids=str)
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("block, traced", [(4, False), (4, True), ((8, 16), False)], ids=str)
 @rows_of("case", [*CASE_OF_MASK.values()], tests=2)
 def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By bounds, and by all pairs as where what they capture is traced."""
