@@ -1,14 +1,15 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
 #   make build | test | test-python | test-jax | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
-#        wheel | test-wheel | release
+#        wheel | test-wheel | test-wheel-python | release
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), JOBS (compile
 # jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_CUDA=AUTO|ON|OFF,
 # FUSEGRAD_CUDA_ARCHS="90a;100", FUSEGRAD_NVCC=path or pypi, FUSEGRAD_JAX=OFF (neither JAX nor the library for it),
 # FUSEGRAD_JAXLIB=folder (an older jaxlib than the environment's, by whose headers the library for JAX is built),
 # FUSEGRAD_UNITY=OFF (each file compiled by itself, for work on one), TORCHES (of the wheel), PYTHONS (of the release),
-# DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
+# DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTHON_TESTS (files or folders),
+# PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
 JOBS ?= $(shell nproc)
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-jax test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
+.PHONY: test test-python test-jax test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel test-wheel-python release docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -78,6 +79,7 @@ $(VENV)/.installed-test-alone: pyproject.toml $(VENV)/.made
 # effect at once.
 build: $(BUILD)/build.ninja
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS) package_files
+	test ! -f $(SITE)/fusegrad/__init__.py || test -L $(SITE)/fusegrad/__init__.py || rm -rf $(SITE)/fusegrad*  # a wheel's
 	rm -rf $(SITE)/fusegrad/lib $(SITE)/fusegrad/_C.*
 	$(BIN)/cmake --install $(BUILD) --prefix $(SITE)/fusegrad > $(BUILD)/install.log
 	find $(SITE)/fusegrad -maxdepth 1 -type l -delete
@@ -104,8 +106,9 @@ $(BUILD)/build.ninja: $(BUILD)/options $(VENV)/.installed-build $(JAX)
 
 test: test-python test-cpp test-example
 
+PYTHON_TESTS ?= tests/python
 test-python: build $(VENV)/.installed-test $(VENV)/.installed-test-alone
-	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTHON_TESTS) -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # The oldest JAX and the newest, without torch, with one library for both.
 OLDEST_JAX ?= 0.8.0
@@ -130,7 +133,10 @@ demo: build $(VENV)/.installed-demo
 	$(BIN)/python examples/distil_lm.py --demo --out $(DEMO_OUT) --teacher $(DEMO_OUT)/eager.pt $(DEMO_ARGS)
 
 bench: build $(VENV)/.installed-peers
-	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+	for script in benchmarks/*.py; do \
+	  if [[ $$script = */jax_* ]] && ! $(BIN)/python -c 'import jax' 2>/dev/null; then \
+	    echo "Left out: $$script, which needs JAX (pip install jax)" >&2; continue; fi; \
+	  $(BIN)/python $$script $(BENCH_ARGS); done
 
 # One by one: a peer that cannot be had beside this torch must not keep the others out. The benchmarks say which are
 # there.
@@ -178,6 +184,12 @@ test-wheel: wheel
 	$(MAKE) test-the-wheel
 test-the-wheel: $(VENV)/.installed-build $(VENV)/.installed-wheel
 	$(BIN)/python tools/test_wheel.py dist $(BUILD)/clean
+
+# Python tests on that wheel.
+test-wheel-python: $(VENV)/.installed-test
+	rm -rf $(SITE)/fusegrad  # links to the sources, through which pip would write
+	$(BIN)/python -m pip $(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
+	$(BIN)/python -m pytest $(PYTHON_TESTS) -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # The wheel for all torches, tested with each of them by the first of PYTHONS and with the last torch by all of PYTHONS.
 PYTHONS ?= python3.10 python3.13

@@ -110,7 +110,10 @@ def compare(ours: Function, formula: Function, inputs: list[Any], how: Function,
 
 @pytest.mark.parametrize(
     "which, how",
-    [*((nonlinear, how) for how in NESTINGS), *zip([m for m in MODS if m is not nonlinear], NESTINGS * 2, strict=False)],
+    [
+        *((nonlinear, how) for how in NESTINGS),
+        *zip([m for m in MODS if m is not nonlinear], NESTINGS * 2, strict=False),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_nestings(which: Any, how: Function, monkeypatch: pytest.MonkeyPatch) -> None:
