@@ -1,5 +1,7 @@
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +9,10 @@ from contextlib import contextmanager
 # several threads set their number themselves.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+    # What JAX compiles for one worker need not be compiled for another, nor for the processes that tests start.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{tempfile.gettempdir()}/fusegrad-jax-programs-{os.getppid()}"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # TorchInductor's own vectors are not what is tested: without them, and without the programs that ask the compiler for
 # them and the processes that would compile, its code takes a third of the time to compile.
@@ -18,6 +24,11 @@ import pytest
 import torch
 from fusegrad import _C
 from support import DEVICES, FLEX_FAMILIES
+
+
+def pytest_unconfigure() -> None:
+    # The process that started the workers.
+    shutil.rmtree(f"{tempfile.gettempdir()}/fusegrad-jax-programs-{os.getpid()}", ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -170,7 +170,9 @@ def test_new_shapes_and_options_are_other_compilations() -> None:
         torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(eager, x))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "fused"])
+@pytest.mark.parametrize(
+    "fused", [pytest.param(False, marks=pytest.mark.large, id="pytorch"), pytest.param(True, id="fused")]
+)
 def test_the_example(fused: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """It learns something in a few steps; it compares its last gradients with eager's itself."""
     import thunder_train

@@ -135,8 +135,18 @@ def float64() -> Iterator[None]:
         yield
 
 
-@rows_of("name", [*FUNCTIONS])
+@rows_of("name", [*FUNCTIONS][::2], tests=2)
 def test_functions(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.large
+@rows_of("name", [*FUNCTIONS][1::2], tests=2)
+def test_more_functions(name: str) -> None:
+    check(name)
+
+
+def check(name: str) -> None:
     function = FUNCTIONS[name]
 
     def make(table: jax.Array, row: jax.Array, ascending: jax.Array) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from coverings import rows_of
 from jax_attention_support import (  # first: it says what devices JAX makes
-    MODS,
     OP,
     Maker,
     Sizes,
@@ -17,12 +16,15 @@ from jax_attention_support import (  # first: it says what devices JAX makes
     case,
     close,
     is_float,
+    no_mod,
     nonlinear,
     of_case,
     plain,
+    relative,
     rmse,
     tensors,
     triangle,
+    vectors,
 )
 from jax_attention_support import exact as _exact  # noqa: F401  of every test
 
@@ -112,7 +114,12 @@ def compare(ours: Function, formula: Function, inputs: list[Any], how: Function,
     "which, how",
     [
         *((nonlinear, how) for how in NESTINGS),
-        *zip([m for m in MODS if m is not nonlinear], NESTINGS * 2, strict=False),
+        (triangle, NESTINGS[2]),
+        (vectors, NESTINGS[1]),
+        *(
+            pytest.param(m, how, marks=pytest.mark.large)
+            for m, how in zip((no_mod, bias, relative), NESTINGS, strict=False)
+        ),
     ],
     ids=lambda f: f.__name__,
 )
@@ -135,7 +142,7 @@ def check_case(one: Case) -> None:
     compare(ours, formula, inputs, gradient_along)
 
 
-IN_EVERY_RUN = ("activations", "dot_products", "filled reads", "bf16_bias", "document_bias")
+IN_EVERY_RUN = ("activations", "filled reads", "bf16_bias", "document_bias")
 
 
 @rows_of("one", [c for c in CASES if c.name in IN_EVERY_RUN])
