@@ -26,6 +26,8 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 
 # Python keeps its byte code: processes of tests would compile torch's requirements anew.
 unexport PYTHONDONTWRITEBYTECODE
+# What ccache must be told to keep what is compiled with a precompiled header, as C++ tests are.
+export CCACHE_SLOPPINESS ?= pch_defines,time_macros
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
