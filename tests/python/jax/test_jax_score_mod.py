@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -30,16 +31,15 @@ def float64() -> Iterator[None]:
         yield
 
 
-@rows_of("case", [*CASES, *OWN_DERIVATIVES], tests=8)
-def test_mods_of_the_field(case: Case) -> None:
+@rows_of("case, sizes", list(zip([*CASES, *OWN_DERIVATIVES], itertools.cycle(SIZES))), tests=8)
+def test_mods_of_the_field(case: Case, sizes: tuple[int, int, int, int]) -> None:
     """Where the indices may be anything, as without sizes, reads are clamped as JAX clamps them."""
-    for sizes, told in zip(SIZES, ((True,), (True, False)), strict=True):
-        params, mods = case.make(*sizes, jnp.float64)
-        score_mod, mask_mod = mods(*params)
-        if mask_mod is not None:
-            check_mask_mod(mask_mod, sizes)
-        if score_mod is not None:
-            check_score_mod(lambda *params, mods=mods: mods(*params)[0], params, sizes, told=told)
+    params, mods = case.make(*sizes, jnp.float64)
+    score_mod, mask_mod = mods(*params)
+    if mask_mod is not None:
+        check_mask_mod(mask_mod, sizes)
+    if score_mod is not None:
+        check_score_mod(lambda *params: mods(*params)[0], params, sizes, told=(True, False))
 
 
 PLAIN = words(
