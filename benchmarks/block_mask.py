@@ -2,7 +2,7 @@
 
 Causal documents, others at each call: what a step of training on packed batches makes anew. `ms` is the device's time
 of a call, `wall` that until the device is done; `MiB` is the peak above what was there, the lists that are returned
-included (`lists`). `compiled` counts what was compiled after a first call. Of the attention that the mask is for (GQA
+included (`lists`). `compiled` counts what was compiled after a first call. For the attention that the mask is for (GQA
 32/8, head size 128, bfloat16) the forward is measured too, on a GPU, up to 131072 tokens.
 
 PyTorch looks at every pair of tokens: at a length where one call would take too long, by the time of the length before,

@@ -173,7 +173,7 @@ def goals(row: Row, result: dict[str, Any]) -> list[tuple[str, bool]]:
     found = []
     if errors := result.get("errors"):
         ratio = errors["fusegrad"] / errors["eager"]
-        # Of float32 both are rounding.
+        # For float32 both are rounding.
         found.append((f"error: {ratio:.2f} x eager's <= {ERROR}", ratio <= ERROR))
     if row.biased or row.sizes[2] < LONG or "fusegrad penalty" not in result["ms"]:
         return found

@@ -200,7 +200,7 @@ def pairs(row: Row, options: Options) -> Result:
         if outcome.failure:
             result["failures"][name] = outcome.failure
             continue
-        # Of the weight of a triangle's bias, against the package's own in float32.
+        # For the weight of a triangle's bias, against the package's own in float32.
         result["errors"][name] = {"bias weight": float((outcome.value - exact).norm() / exact.norm())}
         step = functools.partial(block.step, use_cuequiv_attn=True) if name == "cuequivariance" else block.step
         works[f"{name} step"] = OfPackage(step, ours=name == "fusegrad")

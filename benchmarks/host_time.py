@@ -20,7 +20,7 @@ from harness.report import print_table, write_json
 from torch import Tensor
 
 Call = Callable[[], Any]
-# Of each case: ours, the peer, the goal for ours over the peer, as docs/performance.md has it.
+# For each case: ours, the peer, the goal for ours over the peer, as docs/performance.md has it.
 Case = tuple[Call, Call, float | None]
 BURST, ROUNDS = 50, 41
 

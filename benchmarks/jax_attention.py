@@ -174,7 +174,7 @@ def problem(row: Row) -> Problem:
 
 
 def _swapped(attention: Step) -> Step:
-    """Of a function of [B, S, H, D]: XLA makes of it what the model's own layout would be."""
+    """For a function of [B, S, H, D]: XLA makes of it what the model's own layout would be."""
 
     def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return attention(*(x.swapaxes(1, 2) for x in (q, k, v)), **options).swapaxes(1, 2)

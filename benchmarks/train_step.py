@@ -22,7 +22,7 @@ from harness.model import Case
 from harness.training import Found, Method, TrainingBenchmark
 
 LETTERS = ("B", "S", "L", "H", "V")
-# Of the leanest peer in an earlier run on an H200.
+# The leanest peer's, in an earlier run on an H200.
 LEANEST_GIB = {TRAIN: 34.81, CHECKPOINTS: 20.63}
 OURS = (
     "fusegrad",

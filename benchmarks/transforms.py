@@ -262,7 +262,7 @@ def goals(row: Row, result: dict[str, Any]) -> list[tuple[str, bool]]:
         return [("runs", False)]
     errors = result["errors"]
     ratio = errors["fusegrad"] / errors["math"]
-    # Of float32 both are rounding.
+    # For float32 both are rounding.
     found = [(f"error: {ratio:.2f} x math's <= {OVER_EAGER}", ratio <= OVER_EAGER)]
     for name, limit in (("forward", OVER_FORWARD), ("jvp-flash-attention", OVER_PEER)):
         if row.limited and name in result["ms"]:

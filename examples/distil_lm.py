@@ -33,7 +33,7 @@ from lm.program import (
 )
 from lm.training import TrainingConfig
 
-# Of the teacher that is trained where none is given, so that every loss distils from the same one.
+# For the teacher that is trained where none is given, so that every loss distils from the same one.
 TEACHER_LOSS = "eager"
 
 

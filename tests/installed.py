@@ -1,4 +1,4 @@
-"""Of an installed package, where there may be nothing but torch: no pytest, no compiler, no source.
+"""For an installed package, where there may be nothing but torch: no pytest, no compiler, no source.
 
 tools/test_wheel.py runs it; by hand: `python -I tests/installed.py`. On a GPU too, where there is one.
 """

@@ -84,7 +84,7 @@ CLASSES = {
     "F table[kind[q, kv]]": "table[kind[q, kv]], small",
     "G table[place[q, kv]]": "table[place[q, kv]], large",
 }
-# Of each op the size, and the implementations in their order with the names that readers know.
+# For each op the size, and the implementations in their order with the names that readers know.
 LOSSES: dict[str, tuple[str, dict[str, int], dict[str, str]]] = {
     "cross_entropy": (
         "cross entropy",

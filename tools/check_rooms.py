@@ -30,7 +30,7 @@ PYTHON_ROOMS = {
 PYTHON_LEVEL = {prefix: level for level, prefixes in enumerate(PYTHON_ROOMS.values()) for prefix in prefixes}
 # Without torch, and so without the others.
 ALONE = ("jax", "_environment", "_mod_fold", "_program", "_tracing.names", "_tracing.bounds", "_tracing.ops")
-# Of the tracer: each may import those before it.
+# For the tracer: each may import those before it.
 LAYERS = [
     f"_tracing{layer and '.'}{layer}"
     for layer in (
@@ -75,7 +75,7 @@ def wrong(path: str, included: str) -> bool:
 
 
 def python_room(module: str) -> str:
-    """Of a module's name below the package."""
+    """For a module's name below the package."""
     fits = [prefix for prefix in PYTHON_LEVEL if re.match(rf"{prefix}([._]|$)", module) or not prefix]
     return max(fits, key=len)
 

@@ -14,7 +14,7 @@ import sys
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Of each torch the CUDA versions whose builds PyTorch publishes for it, see docs/design/wheels.md for drivers.
+# For each torch the CUDA versions whose builds PyTorch publishes for it, see docs/design/wheels.md for drivers.
 BACKENDS = ("cpu", "cu126", "cu130", "cu132")
 
 

@@ -42,7 +42,7 @@ def summary(gpu: dict[str, Document]) -> str:
     def loss(label: str, op: str, ours: str, inplace: bool | None = None, **sizes: int) -> list[str]:
         """`inplace`: beside peers alone that write over the logits, or that do not."""
         found = results(gpu[op], **sizes)
-        # Of the same loss: other weights of the teachers, and inputs that are log-probabilities, are less work.
+        # For the same loss: other weights of the teachers, and inputs that are log-probabilities, are less work.
         other = ("eager", "log_probs", "beta=")
         peers = {n: r for n, r in found.items() if not r["ours"] and not any(part in n for part in other)}
         if inplace is not None:  # the name does not say it of all: a copy of the logits does

@@ -1,6 +1,6 @@
 """What the benchmark of flex attention measures on CUDA.
 
-Of each variant the forward and the backward alone. Beside fusegrad: PyTorch's FlashAttention-2 and cuDNN kernels by way
+For each variant forward and backward alone. Beside fusegrad: PyTorch's FlashAttention-2 and cuDNN kernels by way
 of scaled_dot_product_attention, its flex_attention, compiled, and FlashAttention 4. "Grouped" is causal attention of
 four query heads to a key; "dropout" drops a tenth of the weights, which FlashAttention-2 alone of the peers has. The
 floor is a forward's two products over the pairs of a causal mask, as one; a backward has

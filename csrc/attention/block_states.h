@@ -28,7 +28,7 @@ struct BlockMaskProgram {
   int64_t cols() const { return ceil_div(lengths[1], block_size[1]); }
 };
 
-/// Of each row of blocks how many are listed, and all columns: the listed ones first, each part ascending. [.., rows]
+/// For each row of blocks how many are listed, and all columns: the listed ones first, each part ascending. [.., rows]
 /// and [.., rows, columns].
 struct BlockList {
   int32_t *count, *index;

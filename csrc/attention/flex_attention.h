@@ -20,7 +20,7 @@ namespace fusegrad {
 /// The bits of an op's `aux`: what is asked for besides the output. lse comes always.
 enum FlexAuxBit : int64_t {
   kFlexMaxScores = 1,
-  // Of the op below the front end:
+  // For the op below the front end:
   kFlexLow = 2,         ///< out_low and lse_low, which a backward wants
   kFlexBackward = 4,    ///< a backward may follow, whose kernels may be compiled beside the forward's
   kFlexOrdered = 8,     ///< its gradients are to be the same bits in every run
@@ -88,8 +88,8 @@ struct FlexResults {
 struct FlexForwardCall {
   FlexArguments of;
   FlexResults results;
-  /// Of a backward that may follow: of query, key and value, then of each buffer of the score_mod; empty: none follows.
-  /// Its kernels are compiled beside the forward's.
+  /// For a backward that may follow: for query, key and value, then for each buffer of the score_mod; empty: none
+  /// follows. Its kernels are compiled beside the forward's.
   std::vector<bool> needs_grad;
   bool deterministic = false;    ///< of that backward
   bool batch_invariant = false;  ///< kFlexInvariant
@@ -134,7 +134,7 @@ struct FlexPairTangentsCall {
   TensorView grad_out, query, key, value, grad_out_tangent;  ///< grad_out itself, then tangents
   const float* rows = nullptr;                               ///< [B, H, M, 5] of device::FlexPairRow
   const float* score_tangent = nullptr;                      ///< [heads, rows, columns]; null: none
-  /// Of the query's dtype, [heads, rows, 1 or 2, columns] and [heads, rows, 2, columns].
+  /// In the query's dtype, [heads, rows, 1 or 2, columns] and [heads, rows, 2, columns].
   void *weights = nullptr, *gradients = nullptr;
   uint8_t* seen = nullptr;  ///< [heads / group, columns], written with a block mask only
   int64_t first_head = 0, head_count = 0, first_row = 0, row_count = 0, columns = 0;

@@ -96,7 +96,7 @@ inline at::vec::Vectorized<float> exp_nonpositive(const at::vec::Vectorized<floa
 inline at::vec::Vectorized<double> exp_nonpositive(const at::vec::Vectorized<double>& x) { return x.exp(); }
 
 // log(r), r > 0, given r - 1 without cancellation too: exact to the last places also near r = 1. log(m * 2^k) with m in
-// [sqrt(1/2), sqrt(2)) is k * ln 2 + f * P(f), f = m - 1, where P has degree 9 and fits log1p(f) / f to 4e-9. Of r = 0
+// [sqrt(1/2), sqrt(2)) is k * ln 2 + f * P(f), f = m - 1, where P has degree 9 and fits log1p(f) / f to 4e-9. For r = 0
 // it is about -88: finite, for products with 0.
 inline at::vec::Vectorized<float> log_ratio(const at::vec::Vectorized<float>& r,
                                             const at::vec::Vectorized<float>& less_one) {

@@ -114,7 +114,7 @@ extern "C" void fusegrad_jax_packages(const char* folder) { fusegrad::jit::add_f
 namespace fusegrad::jax {
 namespace {
 
-// Of this thread's last call that failed.
+// This thread's last call that failed.
 thread_local std::string last_error;
 
 // Arrays as integers: the number of score_mod::DType, the rank, the sizes. Where data will lie is aligned, as XLA's is.

@@ -33,7 +33,7 @@ struct Kernel {
 /// the plain "80", "89", "100".
 std::string current_architecture();
 
-/// Of the current device.
+/// For the current device.
 int current_multiprocessors();
 
 /// The kernel named `id` on the current device; a thread's first call of it makes, compiles (compile.h) and loads the

@@ -67,7 +67,7 @@ struct Resources {
   bool products_wait = false;  // each wgmma for the one before: the compiler found reads or writes of their registers
 };
 
-/// Of each function that ptxas's report in `log` names.
+/// For each function that ptxas's report in `log` names.
 std::map<std::string, Resources> resources(const std::string& log);
 
 }  // namespace fusegrad::jit

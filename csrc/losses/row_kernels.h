@@ -292,7 +292,7 @@ struct RowJsd {
 };
 
 /// Tangents of the soft part of a divergence, `soft`, and of its gradients, `grad_student` and `grad_teacher`, for
-/// tangents of both sides. Of the rest of RowJsd these take part: both sides, their transforms and temperatures, beta,
+/// tangents of both sides. For the rest of RowJsd these take part: both sides, their transforms and temperatures, beta,
 /// log_probs, the labels and ignore_index, and `upstream`, the gradient of each row's soft part. No top-k teacher.
 ///
 /// With a dot for a tangent, q., p. those of log q and log p (of logits: q. = z. - sum q z.), and sums over a row's

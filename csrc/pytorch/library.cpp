@@ -119,7 +119,7 @@ TORCH_LIBRARY(fusegrad, m) {
   define<FlexTangents>(
       m, "flex_attention_jvp",
       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
-  // Of several tangents at once, their first dimension and the results'. The Python package implements it.
+  // For several tangents at once, their first dimension and the results'. The Python package implements it.
   define<FlexTangents>(
       m, "flex_attention_jvp_of_each",
       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");

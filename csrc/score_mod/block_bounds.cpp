@@ -208,7 +208,7 @@ class Bounds {
   }
 
   Range extrema(const BoundsBuffer& table, Type type, Interval known, const std::vector<Range>& at) {
-    // Of each dimension, the parts at which to look; and the levels.
+    // For each dimension, the parts at which to look; and the levels.
     std::vector<NodeId> levels;
     std::vector<std::vector<NodeId>> parts;
     for (size_t d = 0; d < at.size(); ++d) {

@@ -153,7 +153,7 @@ class Backward {
     adjoint_[id] = adjoint_[id] ? sum(*adjoint_[id], adjoint) : adjoint;
   }
 
-  // Of a sum each summand has its gradient; of an extremum those that are equal to it share it evenly. Not those that
+  // For a sum each summand has its gradient; for an extremum those that are equal to it share it evenly. Not those that
   // are beaten, so that a NaN passes.
   void pull_back_reduction(NodeId id) {
     const Node& node = forward_[id];

@@ -54,7 +54,7 @@ FUSEGRAD_DERIVATIVE(Pow) {
   const Term a = p.x(0), b = p.x(1);
   if (p.wants(0)) {
     const Term value = p.v() * (b * apply(Op::kPow, a, b - 1.0));
-    // Of a constant exponent it is known whether the condition ever holds.
+    // For a constant exponent it is known whether the condition ever holds.
     if (b.graph->is_constant(b.id) && b.graph->value(b.id).f != 0) {
       p.add(0, value);
     } else {

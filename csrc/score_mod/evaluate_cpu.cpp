@@ -85,7 +85,7 @@ struct TileEvaluator<T>::State {
   Tile kept_tile{};
   std::vector<std::byte*> kept_rows;  // of each kept register, max_rows
   Arena kept_room;
-  // Of each contribution whose places are kept: what they were given since the last flush, in tiles.
+  // For each contribution whose places are kept: what they were given since the last flush, in tiles.
   static constexpr int kMostAdded = 32;  // then float32 is rounded
   int added = 0;
   std::vector<int> kept_place;  // of each contribution: which of the kept registers has its places, or -1
@@ -95,7 +95,7 @@ struct TileEvaluator<T>::State {
   OutOfRange wrong;
   int64_t wrong_places = 0;  // rows of the tile in work with places out of range, of pairs that take no part too
 
-  // Of the tile in work.
+  // For the tile in work.
   Tile tile{};
   Rectangle<const uint8_t> mask;
   int64_t row = 0;

@@ -92,18 +92,18 @@ class TileEvaluator {
   /// Adds what backward() has not added to the sinks yet.
   void flush(std::span<const GradientSink<T>> sinks);
 
-  /// Of a score_mod. `out` may be `score`.
+  /// For a score_mod. `out` may be `score`.
   bool score_mod(const Tile& tile, Rectangle<const T> score, Rectangle<const uint8_t> mask, Rectangle<T> out);
 
-  /// Of a tangent: `tangent` is that of the score, `out` that of the score_mod's result, 0 of pairs that take no part;
+  /// For a tangent: `tangent` is that of the score, `out` that of the score_mod's result, 0 of pairs that take no part;
   /// may be `tangent`.
   bool tangent(const Tile& tile, Rectangle<const T> score, Rectangle<const T> tangent, Rectangle<const uint8_t> mask,
                Rectangle<T> out);
 
-  /// Of a mask_mod: 1 where the pair takes part.
+  /// For a mask_mod: 1 where the pair takes part.
   bool mask_mod(const Tile& tile, Rectangle<uint8_t> out);
 
-  /// Of a derivative: `grad` is the gradient by the score_mod's result, `grad_score` that by its score (may be `grad`;
+  /// For a derivative: `grad` is the gradient by the score_mod's result, `grad_score` that by its score (may be `grad`;
   /// null if not wanted). Each contribution is summed over the tile as far as its index allows, then added to the sink
   /// of its buffer.
   bool backward(const Tile& tile, Rectangle<const T> score, Rectangle<const T> grad, Rectangle<const uint8_t> mask,

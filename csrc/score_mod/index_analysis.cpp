@@ -25,7 +25,7 @@ Interval product(Interval a, Interval b) {
   return bounded(*std::min_element(corners, corners + 4), *std::max_element(corners, corners + 4));
 }
 
-// Of a product of 0 to `count` factors.
+// For a product of 0 to `count` factors.
 Interval power_of(Interval x, int64_t count) {
   const int64_t size = std::max<int64_t>({x.high, x.low == std::numeric_limits<int64_t>::min() ? kLargest : -x.low, 1});
   __int128 most = 1;
@@ -137,7 +137,7 @@ std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std:
         result[id] = {0, graph.axes()[static_cast<size_t>(node.payload)] - 1};
         break;
       case Op::kSum: {
-        // Of some of the summands too.
+        // For some of the summands too.
         const int64_t extent = graph.values(set_of_axis(graph[node.operands[0]].payload));
         result[id] = hull({0, 0}, product(result[node.operands[1]], {extent, extent}));
         break;

@@ -82,7 +82,7 @@ enum class Reads : uint8_t {
   kDiagonal,
   kPair,  ///< of each pair its own
 };
-/// Of every node; of one that is no load it means nothing.
+/// For every node; for one that is no load it means nothing.
 std::vector<Reads> reads(const Graph& graph);
 
 /// The loads of numbers and integers, of those that the result needs, at places that q_idx and kv_idx give, each for

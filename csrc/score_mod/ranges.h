@@ -9,7 +9,7 @@
 
 namespace fusegrad::score_mod {
 
-/// Bounds of a value, both included. Of a bool: whether it is true of every pair, and whether it may be of any. Of a
+/// Bounds of a value, both included. For a bool: whether it is true of every pair, and whether it may be of any. For a
 /// float: both finite and the value too, or both NaN where nothing is known, a NaN included. A value that is the same
 /// for all pairs has one node for both.
 struct Range {
@@ -30,10 +30,10 @@ class Ranges {
   /// Between two floats, which may be infinite or NaN.
   Range floats(NodeId low, NodeId high);
 
-  /// Of a primitive by the types of its last operand and of its result. `value`: what is known of every value that it
+  /// For a primitive by the types of its last operand and of its result. `value`: what is known of every value that it
   /// can have. Nothing is known of what has no rule.
   Range apply(Op op, Type operand, Type result, Interval value, std::span<const Range> x);
-  /// Of a sum, an extremum or a product over an axis of so many values.
+  /// For a sum, an extremum or a product over an axis of so many values.
   Range reduce(Op op, Type type, const Range& x, int64_t extent);
 
   /// Whether, over the rectangle, some integer was beyond what the bounds were computed for: nothing holds then.

@@ -36,7 +36,7 @@ Expression rank(int64_t extent, const Element& element, bool descending, E i) {
   });
 }
 
-// Of the element that comes at a place in the order, what `of` has at its own place.
+// For the element that comes at a place in the order, what `of` has at its own place.
 Element in_order(int64_t extent, const Element& element, bool descending, const Element& of) {
   return [=](E place) {
     return sum_over(extent, [&](E i) { return where(rank(extent, element, descending, i) == place, of(i), 0); });
@@ -56,7 +56,7 @@ Expression var_over(int64_t extent, const Element& element, double correction) {
 }
 
 Expression std_over(int64_t extent, const Element& element, double correction) {
-  // Of equal values the gradient is 0, in a derivative of the derivative too.
+  // For equal values the gradient is 0, in a derivative of the derivative too.
   const Expression variance = var_over(extent, element, correction), zero = variance == 0.0;
   return where(zero, 0.0, sqrt(where(zero, 1.0, variance)));
 }

@@ -37,7 +37,7 @@ class Comparison:
     losses: tuple[str, ...]
     # Raises where a loss cannot run.
     check_loss: Callable[[str], object]
-    # Of the held-out loss, by which every run must come down.
+    # For the held-out loss, by which every run must come down.
     smallest_fall: float
     # Reports are <out>/<prefix><loss>.json.
     prefix: str = ""

@@ -116,7 +116,7 @@ class Scoring(NamedTuple):
         return Call(score, mask, s.block_size, s.scale, s.dropout_p if s.dropout_seed is not None else 0.0, counts)
 
     def of_tensors(self, values: Scoring) -> list[Any]:
-        """Of what goes with each argument, what goes with the tensors among them. A list that has nothing may be
+        """For what goes with each argument, what goes with the tensors among them. A list that has nothing may be
         None."""
         found: list[Any] = []
         for own, of in (
@@ -229,7 +229,7 @@ def _kept(call: Call, seed: Tensor, first: int, sizes: tuple[int, int, int, int]
 
 
 def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, bool, bool], acc: torch.dtype) -> Plan:
-    """Of the call's tensors, floats of which in acc: those asked for of out, lse and max_scores."""
+    """For the call's tensors, floats of which in acc: those asked for of out, lse and max_scores."""
     if "custom" in call.score.text:
         check_linear(call.score.text)
     query, key = tensors[:2]

@@ -1,7 +1,7 @@
 """The autograd Functions of flex attention: attention, its first gradients, its tangents. Forwards are the kernels.
 
 The derivatives of the latter two are those of the composition in _attention_composite.py. Under vmap each is one call
-over a larger batch. Of a row with scores s, weights p = exp(s - lse) and tangents ds of its scores: d lse = sum p ds,
+over a larger batch. For a row with scores s, weights p = exp(s - lse) and tangents ds of its scores: d lse = sum p ds,
 and d out = sum p (ds - d lse) v + sum p dv. See docs/design/transforms.md.
 """
 
@@ -140,7 +140,7 @@ def gradients(
     outputs: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Of the call's tensors, each where wanted, differentiable again. `outputs`: what the forward returned;
+    """For the call's tensors, each where wanted, differentiable again. `outputs`: what the forward returned;
     `upstream`: of out, lse and max_scores."""
     result: list[Tensor | None] = [None] * len(tensors)
     having = tuple(g is not None for g in upstream)

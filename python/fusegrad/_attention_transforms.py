@@ -40,7 +40,7 @@ _NUMBERS = 2**63 - 1
 
 
 class _Unpacked(NamedTuple):
-    """Of what the ops below the front end take: the call, its tensors, and the arguments `between` value and what
+    """For what the ops below the front end take: the call, its tensors, and the arguments `between` value and what
     shapes the scores, and `behind` that."""
 
     call: Call
@@ -50,7 +50,7 @@ class _Unpacked(NamedTuple):
 
     @staticmethod
     def of(arguments: Sequence[Any], between: int) -> _Unpacked:
-        """Of an op's arguments in its schema's order; so many are between."""
+        """For an op's arguments in its schema's order; so many are between."""
         first, last = 3 + between, 3 + between + len(Scoring._fields)
         scoring = Scoring(*arguments[first:last])
         tensors = (*arguments[:3], *scoring.of_tensors(scoring))
@@ -58,13 +58,13 @@ class _Unpacked(NamedTuple):
 
     @staticmethod
     def of_each(values: Sequence[Any], arguments: Sequence[Any], between: int) -> tuple[Any, ...]:
-        """Of what goes with each of an op's arguments, what goes with the call's tensors."""
+        """For what goes with each of an op's arguments, what goes with the call's tensors."""
         at = slice(3 + between, 3 + between + len(Scoring._fields))
         return (*values[:3], *Scoring(*arguments[at]).of_tensors(Scoring(*values[at])))
 
     @staticmethod
     def of_backward(arguments: Sequence[Any]) -> tuple[_Unpacked, tuple[bool, ...]]:
-        """Of flex_attention_backward's, and which of the tensors' gradients are wanted. Between are upstream gradients
+        """For flex_attention_backward's, and which of the tensors' gradients are wanted. Between are upstream gradients
         and what the forward returned."""
         unpacked = _Unpacked.of(arguments, BETWEEN)
         deterministic, needs_grad = unpacked.behind
@@ -161,7 +161,7 @@ def _masks_under_vmap(info: Any, dims: Any, like: Tensor, text: str, buffers: Se
 def _dropout_under_vmap(
     info: Any, dims: Any, seed: Tensor, p: float, sizes: Sequence[int], first: int = 0
 ) -> tuple[Tensor, int]:
-    """Of the composition, the pairs that the kernels keep of one call over the elements: see fold."""
+    """For the composition, the pairs that the kernels keep of one call over the elements: see fold."""
     batch, *rest = sizes
     kept = torch.ops.fusegrad.flex_attention_dropout_mask(
         seed.select(dims[0], 0), p, [info.batch_size * batch, *rest], first
@@ -207,7 +207,7 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
         return None
     duals = [forward_ad.unpack_dual(t) for t in tensors]
     parts = [t for dual in duals for t in dual if t is not None]
-    # Of jacobian(vectorize=True) the tangents alone are batched, and the values are not to be.
+    # For jacobian(vectorize=True) the tangents alone are batched, and the values are not to be.
     if all(dual.tangent is None for dual in duals) or any(_functorch.is_legacy_batchedtensor(t) for t in parts):
         return None
     trained = torch.is_grad_enabled() and any(unwrapped(t).requires_grad for t in parts)

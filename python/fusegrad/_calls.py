@@ -19,11 +19,11 @@ from ._sharding import VocabParallel, is_dtensor
 __all__ = ["aux_bits", "aux_of", "cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd", "normalizer_of"]
 
 Outputs = tuple[Tensor, list[Tensor]]
-"""Of an op: the loss, and the aux values that were asked for, in the order of their bits."""
+"""For an op: the loss, and the aux values that were asked for, in the order of their bits."""
 
 
 def _overloads(op: str) -> tuple[Any, Any]:
-    """Of the op and of the one in place: found once, as each name below torch.ops takes a tenth of a microsecond."""
+    """For the op and for the one in place: found once, as each name below torch.ops takes a tenth of a microsecond."""
     return getattr(torch.ops.fusegrad, op).default, getattr(torch.ops.fusegrad, f"{op}_").default
 
 

@@ -128,7 +128,7 @@ def _of_some(function: _Chunk, first: int, tensors: Sequence[Tensor], places: Se
 
 
 def gradient_plan(plan: Plan, wanted: Sequence[int], having: Sequence[int]) -> Plan:
-    """Of the tensors and upstream gradients of the results `having`: the gradients of the inputs `wanted`."""
+    """For the tensors and upstream gradients of the results `having`: the gradients of the inputs `wanted`."""
     count = len(plan.rows)
 
     def function(first: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -155,7 +155,7 @@ def _forward_mode_nests() -> bool:
 
 
 def tangent_plan(plan: Plan, moving: Sequence[int]) -> Plan:
-    """Of the tensors and tangents of the inputs `moving`: those of the results. By forward mode where the function has
+    """For the tensors and tangents of the inputs `moving`: those of the results. By forward mode where the function has
     one, and otherwise by reverse mode, which nests in any other: the derivative by u of u's vector-Jacobian product."""
     count = len(plan.rows)
 

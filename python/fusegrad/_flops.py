@@ -66,7 +66,7 @@ def _attention_tangents(a: dict[str, Any]) -> int:
 
 @_formula("flex_attention_pair_tangents")
 def _attention_second(a: dict[str, Any]) -> int:
-    """Of some heads and queries: the scores and their tangents, and the same of grad_out times values."""
+    """For some heads and queries: the scores and their tangents, and the same of grad_out times values."""
     D, E = _sizes(a)
     elements = 3 * D + E * (2 + (a["grad_out_tangent"] is not None))
     return 2 * a["head_count"] * a["row_count"] * a["key"].shape[2] * elements

@@ -31,7 +31,7 @@ class OfACall(TypedDict, total=False):
 
 
 class Head(TypedDict, total=False):
-    """Of the linear layer that a module owns."""
+    """For the linear layer that a module owns."""
 
     bias: bool
     device: Device | None

@@ -42,7 +42,7 @@ def check_linear(text: str) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _tangent(text: str, moved: tuple[bool, ...]) -> Program:
-    """Of a score_mod along these of its buffers and `grad`, the tangent of the score."""
+    """For a score_mod along these of its buffers and `grad`, the tangent of the score."""
     return program(_language.tangent(text, moved))
 
 
@@ -142,7 +142,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 
 
 def _function(op: str) -> Callable[..., Tensor]:
-    """Of a primitive; most have PyTorch's name."""
+    """For a primitive; most have PyTorch's name."""
     found = _TORCH.get(op)
     return found if found is not None else getattr(torch, op)
 
@@ -170,7 +170,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Evaluation:
-    """Of one text, at one set of values."""
+    """For one text, at one set of values."""
 
     def __init__(self, text: Program, values: Values, known: dict[int, Tensor] | None = None) -> None:
         self.text, self.values = text, values
@@ -289,7 +289,7 @@ class _Evaluation:
         upstreams = {n.of: i for i, n in enumerate(nodes) if n.op == "upstream"}
         full = (*self.values.sizes, *[1] * len(text.axes))
         xs, wanted = nodes[backward].operands[::2], nodes[backward].operands[1::2]
-        # What the backward reads of the forward, and its nodes in order. Of its own values it reads the results, as an
+        # What the backward reads of the forward, and its nodes in order. For its own values it reads the results, as an
         # autograd.Function that saves its outputs: their derivatives are its own again.
         values = [nodes[i].operands[0] for i in customs]
         sources = {value: j for j, value in enumerate(values) if value not in xs}

@@ -57,7 +57,7 @@ TEST(Faults, CoreErrorsBecomeTorchs) {
   EXPECT_EQ(words_of<c10::Error>([]() -> int { throw RuntimeError("jit: no NVRTC"); }), "jit: no NVRTC (in op)");
   const auto memory = words_of<c10::OutOfMemoryError>([]() -> int { throw OutOfDeviceMemory("cuModuleLoadData"); });
   EXPECT_EQ(memory, "op: memory must suffice, but an allocation failed (cuModuleLoadData)");
-  // Of the score_mod language.
+  // For the score_mod language.
   EXPECT_EQ(words_of<c10::ValueError>([]() -> int { throw std::invalid_argument("graph"); }), "graph (in op)");
 }
 

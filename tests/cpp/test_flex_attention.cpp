@@ -104,7 +104,7 @@ TEST_P(FlexAttention, DropsPairsAndScalesTheRest) {
   at::manual_seed(5);
   const auto given = inputs(place, 2, 2, kQueries, kKeys);
   const auto options = FlexAttentionOptions().dropout_p(kP);
-  // Of values that are the identity the output is the weights.
+  // For values that are the identity the output is the weights.
   const auto identity = at::eye(kKeys, at::dtype(place.dtype).device(place.device)).expand({2, 2, kKeys, kKeys});
   at::manual_seed(11);
   const auto kept = flex_attention(given[0].detach(), given[1].detach(), identity, options).ne(0).to(at::kDouble);

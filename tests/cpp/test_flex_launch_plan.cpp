@@ -438,7 +438,7 @@ TEST(FewQueries, CopyKeysByTmaOnHopper) {
   EXPECT_FALSE(plan_kernel(c, "100").tile().key_boxes());
 }
 
-// Of small heads, a bias of pairs that all batches share, or a table of places in a window.
+// For small heads, a bias of pairs that all batches share, or a table of places in a window.
 FlexCase biased(FlexKernel kernel, int head_size, const std::string& buffers, const std::string& body,
                 std::vector<score_mod::DType> dtypes, std::vector<int64_t> elements) {
   FlexCase c = make_case(kernel, head_size);

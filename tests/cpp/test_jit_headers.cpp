@@ -10,7 +10,7 @@
 namespace fusegrad::jit {
 namespace {
 
-// Of a family of instructions each; the others in turns.
+// For a family of instructions each; the others in turns.
 constexpr const char* kFirst[] = {"80", "90a", "120"};
 constexpr const char* kOthers[] = {"86", "89", "100"};
 

@@ -101,7 +101,7 @@ struct VectorsTest : FunctionsTest {
     expect_like([&](E s, E q, E) { return s * mod(v(q)); }, [&](T s) { return s * function(rows()); }, scores(),
                 {vector});
   }
-  // Of a function that gives a vector: an element, and all of them with different weights.
+  // For a function that gives a vector: an element, and all of them with different weights.
   void expect_vector(const std::function<Element(const Element&)>& mod, const std::function<at::Tensor(T)>& function) {
     expect([&](const Element& x) { return mod(x)(n - 2); }, [&](T x) { return function(x).select(-1, n - 2); });
     const at::Tensor weights = at::arange(1, n + 1, at::kDouble);

@@ -68,7 +68,7 @@ class Source {
   }
 
  private:
-  // Of a kernel that does nothing else: with an attention tile's values beside it, more would spill.
+  // For a kernel that does nothing else: with an attention tile's values beside it, more would spill.
   static constexpr int kRegisters = 64;
 
   const Unread unread_;

@@ -20,7 +20,7 @@ struct Matrix {
   int64_t row_stride, col_stride;
 };
 
-/// A tile of scores and what is known of its rows. Of masked pairs (0 in `mask`, if not null) the score is not read.
+/// A tile of scores and what is known of its rows. For masked pairs (0 in `mask`, if not null) the score is not read.
 template <class T>
 struct ScoreTile {
   T* score;

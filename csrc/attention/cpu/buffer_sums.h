@@ -27,7 +27,7 @@ enum class LaneCut {
 template <class T>
 class BufferSums {
  public:
-  /// Of the call's gradients of captured buffers. The work consists of so many blocks of keys of so many key heads in
+  /// For the call's gradients of captured buffers. The work consists of so many blocks of keys of so many key heads in
   /// so many batches.
   BufferSums(const Host& host, const FlexBackwardCall& call, const score_mod::Lengths& lengths, int64_t key_batches,
              int64_t key_heads, int64_t key_blocks);

@@ -1,6 +1,6 @@
 // Forward mode of flex_attention: the forward's pass over tiles of scores, with the tangents beside the values.
 //
-// Of a row with scores s, weights p = exp(s - lse) and tangents ds of the scores: r = sum p ds, d lse = r,
+// For a row with scores s, weights p = exp(s - lse) and tangents ds of the scores: r = sum p ds, d lse = r,
 // d out = sum p (ds v + dv) - r out. So a row has three sums relative to its largest score so far: of p v, of
 // p (ds v + dv), and of p ds.
 #include <algorithm>

@@ -36,8 +36,8 @@ struct VarlenMaskOptions {
   TORCH_ARG(bool, causal) = false;
   /// How many keys before and after its own place a query sees; -1: all.
   TORCH_ARG(Window, window) = Window { -1, -1 };
-  /// Of queries and keys, where they are more than the sequences'; those beyond take no part. By default the sequences'
-  /// own, which a GPU has to be asked for.
+  /// For queries and keys, where they are more than the sequences'; those beyond take no part. By default the
+  /// sequences' own, which a GPU has to be asked for.
   TORCH_ARG(Lengths, lengths) = std::nullopt;
   TORCH_ARG(Window, block_size) = Window { 128, 128 };
 };
@@ -62,7 +62,7 @@ struct FlexAttentionOptions {
   TORCH_ARG(bool, inplace) = false;
   /// The CPU's kernels always are.
   TORCH_ARG(std::optional<bool>, deterministic);
-  /// Of each pair, the probability that its weight becomes 0; the other weights are divided by 1 - dropout_p. At least
+  /// For each pair, the probability that its weight becomes 0; the other weights are divided by 1 - dropout_p. At least
   /// 0 and less than 1, taken to the nearest multiple of 2^-40 and to at most 1 - 2^-15. A call draws one number of
   /// PyTorch's generator of the query's device, by which the backward knows the pairs too.
   TORCH_ARG(double, dropout_p) = 0.0;

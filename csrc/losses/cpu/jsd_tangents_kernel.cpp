@@ -174,7 +174,7 @@ class JsdTangentRows {
     const Vec A(static_cast<Acc>(f.A)), B(static_cast<Acc>(f.B)), AD(static_cast<Acc>(f.AD)),
         BD(static_cast<Acc>(f.BD));
     const Vec mean_q(static_cast<Acc>(f.moved_q)), mean_p(static_cast<Acc>(f.moved_p));
-    // Of the side with the probability x, whose logarithm has the tangent xD, beside y. `end`: all of it is n x - y.
+    // For the side with the probability x, whose logarithm has the tangent xD, beside y. `end`: all of it is n x - y.
     const auto side = [&](Side& to, bool end, const Vec& x, const Vec& xD, const Vec& y, const Vec& yD,
                           const Vec& ratio, const Vec& mean, const Vec& meanD, const Vec& r, int64_t c) {
       Vec g, gD;

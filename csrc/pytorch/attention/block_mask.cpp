@@ -23,7 +23,7 @@ using at::Tensor;
 using SymSizes = c10::SymIntArrayRef;
 
 constexpr const char* kOp = "create_block_mask";
-// Of keys by rows of queries, partial and full, then of queries by columns; each num_blocks and indices.
+// Keys by rows of queries, partial and full, then queries by columns; each num_blocks and indices.
 using Lists = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <class Size>

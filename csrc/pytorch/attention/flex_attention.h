@@ -62,7 +62,7 @@ struct FlexInputTangents {
 using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// Results of flex_attention_pair_tangents.
-/// Of the query's dtype, [head_count, row_count, 1 or 2, columns] and [head_count, row_count, 2, columns]; seen, bytes
+/// In the query's dtype, [head_count, row_count, 1 or 2, columns] and [head_count, row_count, 2, columns]; seen, bytes
 /// [head_count / group, columns], is written with a block mask only.
 struct FlexPairTangentsResults {
   at::Tensor weights, gradients, seen;

@@ -84,8 +84,8 @@ Rows rows_by_kernels(const Tensor& logits, const Targets& t) {
   return rows;
 }
 
-// Of this process's part of the columns: sums over them are summed up over the processes. Each is one of distances from
-// the row's largest value, which is exact for large offsets.
+// For this process's part of the columns: sums over them are summed up over the processes. Each is one of distances
+// from the row's largest value, which is exact for large offsets.
 Rows rows_of_part(const Tensor& logits, const Targets& t) {
   const auto& o = t.options;
   const auto& shards = t.shards;
@@ -239,7 +239,7 @@ RowOptions options_of(const Backward& call) {
   return options;
 }
 
-// Of the rows' values that a backward got gradients of: the gradients of `inputs`, of those that are defined.
+// Gradients of `inputs` from those of the rows' values that a backward got and that are defined.
 template <class Backward>
 std::vector<Tensor> gradients_of(const Rows& rows, const Targets& t, const Backward& call,
                                  const std::vector<Tensor>& inputs) {

@@ -79,7 +79,7 @@ class Reader {
 
 // Saves the inputs, the output and a few numbers a row; the scores are computed again in the backward.
 struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
-  // Of what is saved, these come first.
+  // For what is saved, these come first.
   enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kOutLow, kLseLow, kDropoutSeed, kLists };
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,

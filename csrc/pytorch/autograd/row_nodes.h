@@ -216,7 +216,7 @@ auto of_batch(Call call, const Unwrap& unwrap, const Wrap& wrap) {
   return from_list<std::decay_t<decltype(result)>>(results);
 }
 
-/// Of the torch.vmap that is running: batches of those outside are within the levels between, which come first.
+/// For the torch.vmap that is running: batches of those outside are within the levels between, which come first.
 template <class Call>
 auto under_vmap(const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
@@ -236,7 +236,7 @@ auto under_vmap(const Call& call) {
                   [level](const Tensor& t, int64_t dim) { return at::functorch::makeBatched(t, dim, level); });
 }
 
-/// Of torch.autograd's vectorized functions (is_grads_batched=True, jacobian(vectorize=True)), which have batches of
+/// For torch.autograd's vectorized functions (is_grads_batched=True, jacobian(vectorize=True)), which have batches of
 /// torch's older vmap: the innermost of several first.
 template <class Call>
 auto vectorized(const Call& call) {

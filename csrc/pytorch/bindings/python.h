@@ -328,7 +328,7 @@ struct Function {
 
 /// Completes it; what it gives is never freed: Python reads the method for as long as anyone has the function.
 const Function* described(Function function);
-/// Of a method's, `self`; else null.
+/// A method's `self`; else null.
 PyObject* called(const Function& function, PyObject* self, PyObject* positional, PyObject* named);
 
 /// `more`: the function's parameters, each an arg(), then its documentation. A method's first has none.

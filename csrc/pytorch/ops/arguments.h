@@ -198,7 +198,7 @@ struct RowSettings {
 /// Cross entropy's rows without weights of tokens, z-loss and reduction, as functions that PyTorch can differentiate
 /// again: values [4, N] acc are each row's cross entropy, lse, entropy and the target's log-probability; those that
 /// `aux` does not ask for are 0. stats [5, N] acc are constants: lse, what rounding took from it, the sum of the
-/// coefficients (dense targets), the entropy and what rounding took from that. Of ignored rows there is lse alone.
+/// coefficients (dense targets), the entropy and what rounding took from that. For ignored rows there is lse alone.
 struct CrossEntropyRows {
   FIELDS_OF(CrossEntropyRows)
   REQUIRED(at::Tensor, logits);  ///< [N, V]

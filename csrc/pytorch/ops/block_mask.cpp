@@ -20,7 +20,7 @@ void check_ends(const char* name, const Tensor& ends) {
                        " must be [sequences + 1], of at least one sequence, but got ", ends.sym_sizes());
 }
 
-// Of each query the first and the last key that it sees; a query beyond the sequences sees none. Relative to the key
+// For each query the first and the last key that it sees; a query beyond the sequences sees none. Relative to the key
 // that a query stands at, counted from the ends of both.
 std::tuple<Tensor, Tensor> varlen_keys(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt queries,
                                        bool causal, int64_t left, int64_t right) {

@@ -69,7 +69,7 @@ void rethrow_named(const char* op, const char* overwritten) {
   } catch (const std::length_error& error) {
     out_of_memory(op, error.what(), overwritten);
   } catch (const std::runtime_error& error) {
-    // Of that very type: others' exceptions, such as Python's, derive from it.
+    // That very type alone: others' exceptions, such as Python's, derive from it.
     if (typeid(error) != typeid(std::runtime_error)) throw;
     TORCH_CHECK(false, op, ": ", error.what(), overwritten != nullptr ? "; " + lost(overwritten) : "");
   }

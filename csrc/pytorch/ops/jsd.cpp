@@ -42,7 +42,7 @@ CheckedJsdCall prepare(const JsdCall& call, const Shards& shards, bool inplace) 
     check_same_device(kOp, "teacher", teacher, student);
     FUSEGRAD_CHECK_VALUE(teacher.sym_sizes() == student.sym_sizes(), kOp, "teacher must have the student's shape ",
                          student.sym_sizes(), ", but got ", teacher.sym_sizes());
-    // Of two dtypes, the narrowest that loses nothing of either: autograd casts the gradients back.
+    // For two dtypes, the narrowest that loses nothing of either: autograd casts the gradients back.
     if (settings.log_probs) settings.roundoff = std::max(roundoff_of(dtype), roundoff_of(teacher.scalar_type()));
     dtype = c10::promoteTypes(dtype, teacher.scalar_type());
     teacher_rows = as_rows(teacher.to(dtype));

@@ -45,10 +45,10 @@ double roundoff_of_top_k(const at::Tensor& log_probs, const std::optional<at::Te
 /// distributions. `teacher` is [N, K] acc.
 void check_top_k(const char* op, const at::Tensor& teacher, const JsdRows& rows, const JsdSettings& settings,
                  int64_t vocab);
-/// Of the sums [n] of whole rows' exponentials, of rows from `first` on.
+/// For the sums [n] of whole rows' exponentials, of rows from `first` on.
 void check_log_prob_sums(const char* op, const char* name, const at::Tensor& sums, const JsdRows& rows,
                          const JsdSettings& settings, int64_t columns, int64_t first);
-/// Of dense log-probabilities [N, V].
+/// For dense log-probabilities [N, V].
 void check_log_probs(const char* op, const char* name, const at::Tensor& log_probs, const JsdRows& rows,
                      const JsdSettings& settings);
 

@@ -132,7 +132,7 @@ class RowJob {
   RowOutputs out_;
   VocabNodes nodes_;
 
-  // Of shards alone.
+  // For shards alone.
   Shards shards_;
   std::optional<at::Tensor> different_;
   bool soft_ = false;        // class probabilities or smoothing: every column has a coefficient

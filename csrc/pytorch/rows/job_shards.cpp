@@ -112,7 +112,7 @@ Tensor RowJob::part_statistics(const Tensor& logits, int64_t first) const {
     values[3].mul_(share);
     dense_ ? values[4].mul_(share) : values[4].fill_(share);
   }
-  // Of ignored rows the kernel says an entropy of 0.
+  // For ignored rows the kernel says an entropy of 0.
   if (variance && !probabilities) {
     values[next].copy_(at::where(local.lt(0), values[0] - unused[0], values[next]));
   }

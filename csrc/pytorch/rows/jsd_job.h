@@ -56,7 +56,7 @@ class JsdJob {
   at::Tensor topk_logits_;
   JsdOutputs out_;
 
-  // Of shards alone.
+  // For shards alone.
   const char* op_ = nullptr;
   Shards shards_;
   OptionalTensor different_;

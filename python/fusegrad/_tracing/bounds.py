@@ -15,9 +15,9 @@ __all__ = ["Bounds", "bounds", "checked", "inside", "wrapped"]
 Bounds = tuple[float, float]
 _ANY: Bounds = (-math.inf, math.inf)
 _LENGTH: Bounds = (0, MAX_LENGTH)
-"""Of the number of a batch, head, query or key."""
+"""For the number of a batch, head, query or key."""
 _INT32: Bounds = (-(1 << 31) + (1 << 20), (1 << 31) - (1 << 20))
-"""Of captured int32: so far from the limits that small numbers may be added without a thought of wrapping."""
+"""For captured int32: so far from the limits that small numbers may be added without a thought of wrapping."""
 
 
 def bounds(

@@ -28,7 +28,7 @@ FOLDS = {
     "any": ("or", "amax", False),
     "all": ("and", "amin", True),
 }
-"""Of two elements, along an axis, and of none."""
+"""For two elements, along an axis, and for none."""
 
 
 def dims_of(x: TracedTensor, dim: int | Sequence[int] | None) -> list[int]:

@@ -18,7 +18,7 @@ from .trust import MISSING, lookup
 __all__ = ["Guard", "GuardSource"]
 
 Guard = Callable[[Any], "tuple[list[Tensor], list[Number]] | None"]
-"""Of the function, which the source calls root: the captured tensors and numbers, None where it is not what it was."""
+"""For the function, which the source calls root: the captured tensors and numbers, None where it is not what it was."""
 
 _MAX_NODES = 1000
 
@@ -56,7 +56,7 @@ class GuardSource:
         self._lines.append((True, f"({condition})"))
 
     def need_keys(self, expression: str, keys: list[str]) -> None:
-        """Of a dict, or of None for none."""
+        """For a dict, or for None."""
         self.need(f"list({expression} or ()) == {self.constant(keys)}" if keys else f"not {expression}")
 
     def need_tensor(self, name: str, tensor: Tensor) -> None:

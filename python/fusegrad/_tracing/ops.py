@@ -154,7 +154,7 @@ def _log10(g: Graph, self: int) -> int:
 
 @_register("logit")
 def _logit(g: Graph, self: int, eps: int | None = None) -> int:
-    # Of the quotient's logarithm the gradient at 0 would be NaN.
+    # For the quotient's logarithm the gradient at 0 would be NaN.
     if eps is not None:
         self = g.apply("clamp", self, eps, g.apply("sub", g.constant(1.0), eps))
     return g.apply("sub", g.apply("log", self), g.apply("log1p", g.apply("neg", self)))

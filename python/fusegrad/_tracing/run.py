@@ -41,7 +41,7 @@ class Run:
     scalars: list[Lifted]
     steps: Steps
     copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]]
-    """Of captured tensors in another dtype or place, beside these."""
+    """For captured tensors in another dtype or place, beside these."""
     differentiable: bool
     """Whether what it computes has its derivative."""
 
@@ -94,7 +94,7 @@ def _traced(trace: Trace, call: Callable, kind: str, grad: bool) -> Run:
 
 
 def symbolic_float_of(kind: str) -> torch.dtype:
-    """Of a tensor that stands for a captured float: numbers are no reason to compute a mask in float64, as captured
+    """For a tensor that stands for a captured float: numbers are no reason to compute a mask in float64, as captured
     tensors of it are."""
     return torch.float32 if kind == "mask_mod" else torch.float64
 

@@ -71,7 +71,7 @@ class Trace:
         self._symbols: dict[Any, Tensor] = {}
         self._versions: list[int] = []
         self.copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]] = {}
-        """Of captured tensors in another dtype or place, beside these."""
+        """For captured tensors in another dtype or place, beside these."""
         self._places: dict[int, int] = {}
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class Trace:
         return TracedTensor(self, None, tensor.dtype, Read(buffer, tuple(tensor.shape), (None,) * tensor.dim()))
 
     def in_float64(self, term: int) -> int:
-        """Of an integer that is read from a captured tensor, the read of that tensor in float64: a mod's floats are
+        """For an integer that is read from a captured tensor, the read of that tensor in float64: a mod's floats are
         float32 unless it captures such a tensor, and have no room for large integers."""
         operation, type_, buffer, indices = self.graph.node(term)
         if operation != "load" or type_ != INT:

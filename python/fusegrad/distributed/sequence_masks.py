@@ -80,7 +80,7 @@ class MaskCuts:
         return [t.narrow(2, first, -(-piece.size // self.size[0])) for t in self.lists]
 
     def hulls(self) -> list[tuple[int, int]]:
-        """Of each row of blocks, the first block and the end of the last one that any batch or head lists; where none
+        """For each row of blocks, the first block and the end of the last one that any batch or head lists; where none
         is listed the first is not before the end. Read from the device."""
         firsts, ends = [], []
         for count, index in zip(self.lists[::2], self.lists[1::2], strict=True):

@@ -107,7 +107,7 @@ def balanced_ranges(block_mask: BlockMask, world: int) -> list[list[tuple[int, i
 
 
 def _counts(block_mask: BlockMask) -> tuple[list[float], list[float]]:
-    """Of each row of blocks, the mean over batches and heads: how many blocks it lists; and how many of them, and of
+    """For each row of blocks, the mean over batches and heads: how many blocks it lists; and how many of them, and of
     those of the row before, lie on the other side of a cut between the two."""
     rows, columns = block_mask.BLOCK_SIZE
     m = block_mask
@@ -127,7 +127,7 @@ def _counts(block_mask: BlockMask) -> tuple[list[float], list[float]]:
 def _halved(
     rows: list[int], sizes: list[int], work: list[float], across: list[float], tolerance: float
 ) -> list[list[int]]:
-    """Of sorted rows, which close to a circle, those of as many processes as there are sizes."""
+    """For sorted rows, which close to a circle, those of as many processes as there are sizes."""
     if len(sizes) == 1:
         return [rows]
     first, count = len(sizes) // 2, len(rows)

@@ -31,7 +31,7 @@ class Tensors:
 
 @dataclass
 class Results:
-    """Of some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter two empty unless asked for;
+    """For some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter empty unless asked for;
     low, what rounding took from a 16-bit out, here or by pieces in `lows`; lse_low, what it took from lse. As
     flex_attention_forward returns them, or `out` in float32 and wider."""
 
@@ -51,14 +51,14 @@ class Results:
         return [self.out, self.lse, self.max_scores, self.max_ties, self.lse_low]
 
     def rows(self, piece: Piece) -> Results:
-        """Of some of the queries, without a copy."""
+        """For some of the queries, without a copy."""
         made = Results(*(t.narrow(2, piece.row, piece.size) if t.dim() >= 3 else t for t in self.tensors()))
         made.low = self.lows.get(piece, made.low)
         return made
 
 
 def together(t: Tensors, parts: Sequence[tuple[Piece, Results]], max_scores: bool) -> Results:
-    """Of all queries, from those of pieces; no key takes part for the others. What the backward alone reads, `low`,
+    """For all queries, from those of pieces; no key takes part for the others. What the backward alone reads, `low`,
     stays in pieces."""
     rows = t.query.shape[2]
     if len(parts) == 1 and parts[0][0].size == rows and parts[0][1].out.dtype == t.query.dtype:

@@ -102,7 +102,7 @@ class Batch:
             made["position_ids"] = shard(known["position_ids"])
         else:
             made["position_ids"] = self.context.positions(self.length, device)[None]
-        # Of the whole sequence: by it transformers knows how many keys there are.
+        # For the whole sequence: by it transformers knows how many keys there are.
         made["attention_mask"] = known.get("attention_mask")
         if made["attention_mask"] is None:
             made["attention_mask"] = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)

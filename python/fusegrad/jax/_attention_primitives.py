@@ -54,7 +54,7 @@ def forward(call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def tangents(
     call: Call, arrays: Sequence[Any], saved: Sequence[Any], has: Flags, given: Sequence[Any]
 ) -> list[jax.Array]:
-    """Of out and lse, and of the largest scores if the call has them."""
+    """For out and lse, and for the largest scores if the call has them."""
     types = _types(arrays[0], call.outputs(arrays[0], arrays[2])[: 3 if call.max_scores else 2])
     return list(tangents_p.bind(*arrays, *saved, *given, call=call, has=has, types=types))
 
@@ -140,7 +140,7 @@ def _tangents_transpose(upstream: Sequence[Any], *args: Any, call: Call, has: Fl
 
 ad.primitive_jvps[forward_p] = _forward_jvp
 ad.primitive_transposes[tangents_p] = _tangents_transpose
-# Of the other derivatives, see _attention_second.
+# For the other derivatives, see _attention_second.
 
 
 # --- vmap -----------------------------------------------------------------------------------------------------------

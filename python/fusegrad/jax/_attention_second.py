@@ -62,7 +62,7 @@ def _flagged(flags: Flags, values: Sequence[Any]) -> list[Any]:
 
 
 def _derivative(function: Callable[..., Any], arrays: list[Any], moving: list[Any], like: Sequence[Any]) -> list[Any]:
-    """Of function(*arrays) along `moving`, in dtypes as those of `like`."""
+    """For function(*arrays) along `moving`, in dtypes as those of `like`."""
     found = jax.jvp(function, arrays, moving)[1]
     return [x.astype(y.dtype) for x, y in zip(found, like, strict=True)]
 
@@ -108,7 +108,7 @@ def _backward_jvp(
 def _backward_transpose(
     upstream: Sequence[Any], *args: Any, call: Call, having: Flags, wanted: Flags, types: Any
 ) -> list[Any]:
-    """Of the upstream gradients: the tangents along what the gradients receive."""
+    """For the upstream gradients: the tangents along what the gradients receive."""
     arrays, saved, given = split(call, args)
     none: list[Any] = [None] * (len(arrays) + len(saved))
     of_inputs = _flagged(wanted, upstream)

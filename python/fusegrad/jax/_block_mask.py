@@ -23,7 +23,7 @@ __all__ = ["BlockMask", "block_mask_from_dense", "block_mask_from_torch", "creat
 
 _DEFAULT_BLOCK = 128
 _PAIRS = 1 << 22
-"""Of tracers at most so many pairs are asked at a time, or those of one block."""
+"""For tracers at most so many pairs are asked at a time, or those of one block."""
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -131,7 +131,7 @@ def _listed(partial: Any, full: Any, mod: Mod, block: tuple[int, int], lengths: 
 def _states(
     mask_mod: Callable[..., Any], mod: Mod, sizes: tuple[int, ...], block: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each block, [B, H, rows, columns], whether any and whether all of its pairs take part. One that ends beyond
+    """For each block, [B, H, rows, columns], whether any and whether all of its pairs take part. One that ends beyond
     the queries or keys has pairs that do not. Pairs are asked, some blocks at a time, where bounds do not decide."""
     batches, heads, queries, keys = sizes
     rows, columns = -(-queries // block[0]), -(-keys // block[1])

@@ -38,7 +38,7 @@ def states_by_bounds(op: str, mod: Mod, sizes: tuple[int, ...], block: tuple[int
 
 
 def bounds_within(mod: Mod, sizes: tuple[int, ...], block: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """Of each block, [B, H, rows, columns], whether a pair may take part, and whether it is known that all do."""
+    """For each block, [B, H, rows, columns], whether a pair may take part, and whether it is known that all do."""
     of_blocks = (sizes[0], sizes[1], -(-sizes[2] // block[0]), -(-sizes[3] // block[1]))
     if any(x.size == 0 for x in mod.buffers):
         return jnp.ones(of_blocks, bool), jnp.zeros(of_blocks, bool)

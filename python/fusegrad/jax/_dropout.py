@@ -43,7 +43,7 @@ def kept(seed: jax.Array, p: float, sizes: Sequence[int], first: jax.Array, dtyp
         head = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(-1, 1, 1, 1, 1)
         zero = jnp.zeros_like(head)
         of_head = _philox([head, zero, zero, zero], [seed[0], seed[1]], 10)[-1][:2]
-        # Of each block of queries, lane and block of keys a word, whose bits are pairs.
+        # For each block of queries, lane and block of keys a word, whose bits are pairs.
         row = jnp.arange(rows, dtype=jnp.uint32).reshape(1, -1, 1, 1, 1) + (first // ROWS).astype(jnp.uint32)
         lane = jnp.arange(8, dtype=jnp.uint32).reshape(1, 1, -1, 1, 1) * 4 + jnp.arange(4, dtype=jnp.uint32)
         column = jnp.arange(columns, dtype=jnp.uint32).reshape(1, 1, 1, -1, 1)

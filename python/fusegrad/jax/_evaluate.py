@@ -26,7 +26,7 @@ _SPATIAL = len(PLACES)
 
 @functools.lru_cache(maxsize=512)
 def rows_of_buffers(text: str) -> tuple[int | None, ...]:
-    """Of each buffer, the dimension that q_idx by itself names in every read; None: there is none."""
+    """For each buffer, the dimension that q_idx by itself names in every read; None: there is none."""
     parsed = program(text)
     found: list[set[int] | None] = [None] * parsed.buffers
     for n in parsed.nodes:
@@ -40,7 +40,7 @@ def rows_of_buffers(text: str) -> tuple[int | None, ...]:
 @dataclass
 class Values:
     """What a text reads. Inputs broadcast to [B, H, M, N]; `taking_part`, a bool array of such a shape or None for all:
-    where it is false nothing is read from a buffer but its first element. Of a buffer that has `rows`, the dimension of
+    where it is false nothing is read from a buffer but its first element. A buffer that has `rows`: the dimension of
     q_idx begins at the first of these queries, else at the call's."""
 
     inputs: dict[str, Any]
@@ -64,7 +64,7 @@ def _is_float(a: Any) -> bool:
 
 
 def _by_nonzero(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Of integers 0 where the divisor is."""
+    """For integers 0 where the divisor is."""
 
     def divided(a: Any, b: Any) -> Any:
         if _is_float(a):
@@ -191,7 +191,7 @@ def _reduced(op: str, x: Any, dim: int) -> Any:
 
 
 class _Evaluation:
-    """Of one text, at one set of values."""
+    """For one text, at one set of values."""
 
     def __init__(self, text: Program, values: Values, known: dict[int, Any] | None = None) -> None:
         self.text, self.values = text, values

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 pytestmark = ON_EACH_FAMILY
 
 Sizes = tuple[int, int, int, int]
-# Of the sizes and of a group's: the shapes of tensors that get gradients, and the score_mod of them.
+# For the sizes and for a group's: the shapes of tensors that get gradients, and the score_mod of them.
 Shared = Callable[[Sizes, int], tuple[list[tuple[int, ...]], Callable[..., Callable[..., Tensor]]]]
 
 

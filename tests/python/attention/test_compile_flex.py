@@ -86,7 +86,7 @@ def test_the_same_again_is_there(folder) -> None:
     assert stats(lambda: call(dropout_p=0.2)) == again
     assert stats(lambda: call(bias=torch.randn(50, dtype=torch.bfloat16, requires_grad=True)))["compilations"] == 2
     assert stats(lambda: call(batch_invariant=True)) == {"compilations": 1, "memory_hits": 1, "disk_hits": 0}
-    # Of few queries: tiles of 16 and 32 rows, and usual ones whose keys are split, also for the deterministic dQ alone.
+    # For few queries: tiles of 16 and 32 rows, and usual ones whose keys are split, and the deterministic dQ alone.
     assert stats(lambda: call(few_queries=True)) == {"compilations": 3, "memory_hits": 2, "disk_hits": 0}
     assert stats(lambda: call(few_queries=True, deterministic=True))["compilations"] == 1
     with deterministic_algorithms():
@@ -97,7 +97,7 @@ def test_the_same_again_is_there(folder) -> None:
 def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
     def call(number: int, buffer: torch.Tensor) -> None:
         text = "score_mod 1\nbuffer @0 f 1\nscalar $0 i64\n%0 = add kv_idx $0\n%1 = load @0 %0\nreturn %1\n"
-        # Of a head size with one tile: of smaller ones lengths decide between two.
+        # For a head size with one tile: for smaller ones lengths decide between two.
         compile_flex(ScoreMod(text, [buffer], [number]), head_size=128, requires_grad=False, architecture="90a")
 
     small, large = torch.zeros(5), torch.empty(2**31 + 5, device="meta")
@@ -111,7 +111,7 @@ def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
 @pytest.mark.parametrize(
     "head_size, deterministic, kernels",
     [
-        # Of two sizes of tiles, between which lengths decide, and where CTAs have whole heads.
+        # For two sizes of tiles, between which lengths decide, and where CTAs have whole heads.
         (64, False, ["forward_hopper"] * 2 + ["backward_hopper"] * 3),
         (64, True, ["forward_hopper"] * 2 + ["backward_hopper"] * 2 + ["grad_query_hopper"]),
         (128, False, ["forward_hopper"] + ["backward_hopper"] * 3),
@@ -130,7 +130,7 @@ def test_all_kernels_of_a_training_step(asked, head_size: int, deterministic: bo
 def test_sums_over_batches(asked, deterministic: bool, kernels: int) -> None:
     """They are added to memory or stored, by how many CTAs share a tile, or added up in one order."""
     bias = torch.zeros(4, 100, 104, dtype=torch.bfloat16, requires_grad=True)
-    # Of these lengths there is one forward, and no backward of Hopper's; the sums are the same kernels.
+    # For these lengths there is one forward, and no backward of Hopper's; the sums are the same kernels.
     options = {"head_size": 32, "deterministic": deterministic, "architecture": "90a", "lengths": (100, 104)}
     compile_flex(lambda score, b, h, q, kv: score + bias[h, q, kv], **options)
     assert asked.count("grad_buffers_hopper") == kernels

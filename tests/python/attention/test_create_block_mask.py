@@ -204,7 +204,7 @@ class Program(torch.nn.Module):
 
 @pytest.mark.cpu_only
 def test_within_compiled_and_exported_programs() -> None:
-    """Of any length, in one graph; saved and loaded."""
+    """For any length, in one graph; saved and loaded."""
     program, given = Program(), [torch.randn(1, 2, n, 8) for n in (100, 130, 200)]
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=True)
     lengths = {"x": {2: torch.export.Dim("n", min=66, max=200)}}

@@ -256,7 +256,7 @@ def test_any_of_the_gradients_alone(dtype: torch.dtype, size: int, deterministic
 def test_a_block_that_there_is_not_makes_the_gradient_nan(
     dtype: torch.dtype, size: int, length: int, inplace: bool
 ) -> None:
-    """Of its queries, and of those that are in a tile with some of them; others know nothing of it."""
+    """For its queries, and for those that are in a tile with some of them; others know nothing of it."""
     leaves = inputs(1, 1, length, length, size, dtype)
     mask = create_block_mask(causal, None, None, length, length, device=DEVICE)
     mask.kv_num_blocks[0, 0, 5], mask.kv_indices[0, 0, 5] = 2, 99
@@ -297,7 +297,7 @@ def test_more_heads_than_a_grid_has_rows() -> None:
 
 
 def test_more_than_two_to_the_31_elements() -> None:
-    """Of each of query, key, value and output, and of a captured buffer."""
+    """For each of query, key, value and output, and for a captured buffer."""
     tensors = inputs(66000, 8, 64, 64, 64)
     assert tensors[0].numel() > 2**31
     rows_agree(tensors, [(0, 0), (65536, 1), (65999, 7)], scaled, torch.zeros(8).requires_grad_())

@@ -193,7 +193,7 @@ def test_statistics() -> None:
     even(kept.mean((2, 3)), 700 * 900)
     even(kept.mean((0, 1, 3)), 6 * 900)
     even(kept.mean((0, 1, 2)), 6 * 700)
-    # Of each place in a block of numbers.
+    # For each place in a block of numbers.
     blocks = kept[:, :, :688, :896].reshape(6, 43, 16, 56, 16)
     even(blocks.mean((0, 1, 3)), 6 * 43 * 56)
     # Neighbours, blocks side by side, heads and batches.
@@ -255,7 +255,7 @@ def test_calls_differ_and_seeds_say_how() -> None:
             assert abs((a == b).double().mean().item() - 0.5) < 4 * 0.5 / math.sqrt(a.numel())
     # A pair's place alone counts, not how many there are.
     assert torch.equal(mask_of(1, 0.5, 1, 2, 45, 33), masks[1][:, :, :45, :33])
-    # Of batches and heads their product.
+    # For batches and heads their product.
     assert torch.equal(mask_of(1, 0.5, 2, 3, 20, 20).view(6, 20, 20), mask_of(1, 0.5, 1, 6, 20, 20)[0])
 
 
@@ -322,7 +322,7 @@ def test_inductor_and_its_checkpoints() -> None:
         return *kept, flex_attention(q, k, v, dropout_p=0.5)
 
     outs = torch.compile(call, fullgraph=True)(q, k, v)
-    # Of values that are the identity the output is the weights, and of an upstream of the identity the gradient of
+    # For values that are the identity the output is the weights, and of an upstream of the identity the gradient of
     # values is their transpose.
     for i, out in enumerate(outs):
         assert not any(torch.equal(out, other) for other in outs[:i])

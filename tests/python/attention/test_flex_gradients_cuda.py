@@ -219,7 +219,7 @@ def test_biases_of_pairs(layout: str, lengths: tuple[int, int], dtype: torch.dty
 @pytest.mark.parametrize("pairs", ["bhqk", "hqk", "bqk", "qk"])
 @pytest.mark.parametrize("size", [24, 64, 128])
 def test_deterministic_gradients_of_biases(size: int, pairs: str) -> None:
-    """Of several tiles of keys, which add to the queries' gradient one after the other."""
+    """For several tiles of keys, which add to the queries' gradient one after the other."""
     lengths = {"b": 3, "h": 4, "q": 300, "k": 520}
     bias = torch.randn(*(lengths[letter] for letter in pairs), dtype=torch.bfloat16).requires_grad_()
     given = [*inputs(3, 4, 300, 520, size, hkv=2), bias]
@@ -530,7 +530,7 @@ def test_columns_that_get_what_is_not_finite(value: float, deterministic: bool) 
     assert torch.equal(~grad.isfinite(), expected | deterministic)
 
 
-# Of keys, what is added to a bias of pairs: scores that are much larger than the first ones, or none before.
+# For keys, what is added to a bias of pairs: scores that are much larger than the first ones, or none before.
 RISING: dict[str, Callable[[Tensor], Tensor]] = {
     "level": lambda kv: 0.0 * kv,
     "rising": lambda kv: 150.0 * (kv // 128),

@@ -184,7 +184,7 @@ def test_functions_that_do_more(name: str) -> None:
 
 
 def test_a_backward_that_is_once_differentiable_still_has_a_second_derivative() -> None:
-    """Of what it computes: PyTorch has none."""
+    """For what it computes: PyTorch has none."""
 
     class Once(Times):
         @staticmethod

@@ -19,7 +19,7 @@ LISTS = [f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q"
 
 
 def masks() -> dict[str, Callable]:
-    """Of which some pairs lie where float32 and float64, or float32 and the integers, disagree."""
+    """Some pairs lie where float32 and float64, or float32 and the integers, disagree."""
     seconds = 1.7e9 + torch.arange(S, dtype=torch.float64) * 7.3
     shuffled = seconds[torch.randperm(S)]
     milliseconds = 1_700_000_000_000 + torch.arange(S) * 70_001
@@ -130,7 +130,7 @@ def test_tangents_and_transforms_decide_alike(name: str, dtype: torch.dtype) -> 
 
 
 def score_mods() -> dict[str, tuple[Callable, bool]]:
-    """Of float64 tensors, and whether float32 has room for what they are used for."""
+    """For float64 tensors, and whether float32 has room for what they are used for."""
     seconds = 1.7e9 + torch.arange(S, dtype=torch.float64) * 7.3
     bias, slope = torch.randn(S, dtype=torch.float64), torch.tensor(0.25, dtype=torch.float64)
     vectors = torch.randn(S, 4, dtype=torch.float64)

@@ -138,7 +138,7 @@ VALUES: dict[str, Any] = {
     "batch_invariant": "of the op",
     "vocab_parallel": object(),
     "return_aux": "of the op",
-    # Of modules.
+    # For modules.
     "in_features": H + 1,
     "num_classes": V + 1,
     "out_features": (2,),

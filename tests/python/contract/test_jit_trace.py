@@ -95,7 +95,7 @@ def test_score_mods_from_the_field(case: score_mods.Case) -> None:
 
 @pytest.mark.cpu_only
 def test_sizes_within_a_function_would_be_constants() -> None:
-    """Of an input, and of what is made of one; whether or not the function has been traced before."""
+    """For an input, and for what is made of one; whether or not the function has been traced before."""
     functions = [
         lambda q: lambda s, b, h, i, j: s + (i - j) * q.size(2),
         lambda q: lambda s, b, h, i, j: s + (i - j) * q.mul(2).shape[2],

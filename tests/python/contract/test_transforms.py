@@ -16,7 +16,7 @@ everywhere = pytest.mark.parametrize("device", DEVICES)
 
 def model(inplace: bool, ours: bool = True):
     def divergences(jsd, linear_jsd, x, w, t, **o):
-        """Of two students of each other, where a teacher gets a gradient too; top-k, and by recomputation."""
+        """For two students of each other, where a teacher gets a gradient too; top-k, and by recomputation."""
         top_k = (-torch.ones_like(x[:, :2]), torch.stack([t, (t + 1) % 16], -1))
         teacher = (x + 1).detach(), w.detach()
         first = jsd(x @ w, x * 3, beta=0.3, **o) + jsd(x * 5, top_k, labels=t, hard_weight=0.5, tail="renormalize", **o)

@@ -54,7 +54,7 @@ def test_the_distance() -> None:
     assert abs(meanflow.distance_between(images, images)) < 1e-8
     assert meanflow.distance_between(images + 1, images) == pytest.approx(64)
     images -= images.mean(0)
-    # Of half the standard deviations: the sum of (1 - 0.5)^2 times the variances.
+    # For half the standard deviations: the sum of (1 - 0.5)^2 times the variances.
     variances = images.double().flatten(1).var(0).sum().item()
     assert meanflow.distance_between(images * 0.5, images) == pytest.approx(0.25 * variances)
 

@@ -317,7 +317,7 @@ def test_openfold3_block(calls: list[int]) -> None:
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
 @rows_of("kind", ["torch", "triattention", "deepspeed", "cuequivariance"])
 def test_protenix_triangle_attention(kind: str, batch: tuple[int, ...], calls: list[int]) -> None:
-    """Of up to 16 residues it takes its plain function, whatever it was asked for."""
+    """For up to 16 residues it takes its plain function, whatever it was asked for."""
     length = 18
     module = randomized(module_of("protenix.model.triangular.triangular").TriangleAttention(12, 4, 3))
     if kind == "cuequivariance" and batch:
@@ -349,7 +349,7 @@ def test_protenix_tokens_and_atoms(efficient: bool, calls: list[int]) -> None:
 
 
 SOME = torch.arange(N) < torch.tensor([[4], [6]])
-# Of its float64 scores the lowest number is -inf, so that wholly masked rows are NaN.
+# For its float64 scores the lowest number is -inf, so that wholly masked rows are NaN.
 NONE = torch.arange(N) < torch.tensor([[4], [0]])
 
 

@@ -241,7 +241,7 @@ def test_what_a_tensor_says_of_its_graph() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "full pre", "forward"])
 def test_hooks_of_the_head(kind: str) -> None:
-    """Of the module whose output is lazy: gradients that hooks read and change are those of plain logits."""
+    """For the module whose output is lazy: gradients that hooks read and change are those of plain logits."""
 
     class Head(nn.Linear):
         linear: Any = staticmethod(F.linear)

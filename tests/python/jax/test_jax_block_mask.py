@@ -73,7 +73,7 @@ def test_masks_of_the_field(case: Case, block: Any, traced: bool, monkeypatch: p
 @given(st.integers(0, 1 << 30), st.sampled_from(["int32", "int8", "uint8", "float32", "bfloat16", "bool"]))
 @settings(max_examples=5, deadline=None)
 def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
-    """Of random captured tables, read at indices with ranges."""
+    """For random captured tables, read at indices with ranges."""
     generator = np.random.default_rng(seed)
     sizes = (2, 2, int(generator.integers(1, 70)), int(generator.integers(1, 70)))
     block = (int(generator.integers(1, 20)), int(generator.integers(1, 20)))
@@ -94,7 +94,7 @@ def test_bounds_and_pairs_agree(seed: int, dtype: str) -> None:
 
 
 def test_pairs_of_few_blocks_are_asked_within_jit() -> None:
-    """Of packed sequences, those at their ends and on the diagonal: all pairs would be minutes of a CPU."""
+    """For packed sequences, those at their ends and on the diagonal: all pairs would be minutes of a CPU."""
     S = 8192
     ends = np.array([0, 700, 3000, 3001, 8000, S])
     of = jnp.asarray(np.searchsorted(ends, np.arange(S), side="right") - 1, jnp.int32)

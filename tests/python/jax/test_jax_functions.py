@@ -49,7 +49,7 @@ of_a_tree.defvjp(
     lambda tree: (of_a_tree(tree), tree), lambda tree, d: ({"a": d["out"] * 3, "b": (d["out"] * tree["a"],)},)
 )
 
-# Of s, q, kv, and the captured table t [6, 4], row w [4] and ascending x [8].
+# For s, q, kv, and the captured table t [6, 4], row w [4] and ascending x [8].
 Function = Callable[[Any, Any, Any, Any, Any, Any], Any]
 FUNCTIONS: dict[str, Function] = {
     "custom_gradient": lambda s, q, kv, t, w, x: product(s, t[q, 1]),

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name  # noqa: E402
 from jax_mods_support import check_score_mod  # noqa: E402
 
 SIZES = (2, 3, 5, 6)
-# Of other versions of JAX, and those that only stand in programs for meshes.
+# For other versions of JAX, and those that only stand in programs for meshes.
 ELSEWHERE = {
     *("pjit", "core_call", "core_closed_call", "closed_call", "checkpoint", "custom_vjp_call_jaxpr", "copy_p"),
     *("pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard", "device_put", "expand_dims", "hypot", "tile"),

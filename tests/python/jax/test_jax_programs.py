@@ -61,7 +61,7 @@ def _sizes_of(text: str) -> list[int]:
 @pytest.mark.parametrize("policy", [None, "nothing_saveable"])
 @pytest.mark.parametrize("kind", ["table", "causal", "traced documents"])
 def test_memory_is_linear(kind: str, policy: str | None) -> None:
-    """Of a training step at 16384 queries and keys: no array of all pairs, nor of a mask that the program makes."""
+    """For a training step at 16384 queries and keys: no array of all pairs, nor of a mask that the program makes."""
     S, H, D = 16384, 2, 32
     make = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(on("cpu")))
     x, table, of = make((1, H, S, D), jnp.bfloat16), make((H, 65), jnp.float32), make((S,), jnp.int32)

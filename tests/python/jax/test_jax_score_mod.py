@@ -21,7 +21,7 @@ from hypothesis import strategies as st  # noqa: E402
 from jax_mods_support import check_mask_mod, check_score_mod, evaluated, is_float  # noqa: E402
 from jax_score_mods import CASES, OWN_DERIVATIVES, Case, over_all_pairs  # noqa: E402
 
-# Of as many pairs: JAX compiles an op for each number of elements.
+# For as many pairs: JAX compiles an op for each number of elements.
 SIZES = [(2, 3, 5, 6), (1, 6, 6, 5)]
 
 
@@ -160,7 +160,7 @@ INTEGERS = sorted(words("int64 int32 int16 int8 uint8 uint16 uint32"))
 @pytest.mark.parametrize("of", INTEGERS)
 @rows_of("to", [*INTEGERS])
 def test_casts_of_integers(of: str, to: str) -> None:
-    """Of captured ones and of computed ones, which wrap."""
+    """For captured ones and for computed ones, which wrap."""
     info = np.iinfo(of)
     values = np.array([info.min, info.min + 3, 0, 5, info.max - 3, info.max // 3], of)
     if of == "int32":  # which are taken to be so far within their limits
@@ -220,7 +220,7 @@ def integers(draw: Any, depth: int) -> str:
 
 @st.composite
 def vectors(draw: Any, depth: int) -> str:
-    """Of four elements."""
+    """For four elements."""
     if depth == 0 or draw(st.integers(0, 3)) == 0:
         return f"f1[{draw(integers(1))}]"
     v, w, x = draw(vectors(depth - 1)), draw(vectors(depth - 1)), draw(floats(depth - 1))

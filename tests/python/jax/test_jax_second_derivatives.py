@@ -137,7 +137,7 @@ def test_nestings(which: Any, how: Function, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def check_case(one: Case) -> None:
-    """Of the output, lse and the largest scores."""
+    """For the output, lse and the largest scores."""
     ours, formula, inputs, _ = of_case(one, "float64", "cpu")
     compare(ours, formula, inputs, gradient_along)
 
@@ -220,7 +220,7 @@ def test_dtypes_and_x64_off(dtype: str) -> None:
     truth = run(formula, [x.astype(jnp.float64) if is_float(x) else x for x in inputs], jnp.float64)
     for x, e, t in zip(found, eager, truth, strict=True):
         assert x.dtype == e.dtype
-        # Of a single number the error of the formulas may be anything within a rounding.
+        # For a single number the error of the formulas may be anything within a rounding.
         step = max(float(jnp.finfo(x.dtype).eps), 2e-5) if x.size == 1 else 1e-6
         assert rmse(x, t) <= 1.5 * rmse(e, t) + step * float(np.sqrt(np.mean(np.asarray(t) ** 2)))
 
@@ -260,7 +260,7 @@ def test_own_derivatives_are_refused(how: Function) -> None:
 
 
 def test_memory_is_linear() -> None:
-    """Of a table, no array of all pairs; a bias of all pairs costs its own size and that of its gradient."""
+    """For a table, no array of all pairs; a bias of all pairs costs its own size and that of its gradient."""
     S, H = 8192, 2
     x, table, pair = (jnp.zeros(s, jnp.float32) for s in ((1, H, S, 16), (H, 65), (H, S, S)))
     of_table = lambda table: lambda s, b, h, i, j: s + table[h, jnp.clip(i - j, -32, 32) + 32]  # noqa: E731

@@ -284,7 +284,7 @@ def test_engine_call() -> None:
     ],
 )
 def test_segments_add_up_to_the_loss(options: dict[str, Any]) -> None:
-    """Of rows whose largest logits are in one segment of the vocabulary."""
+    """For rows whose largest logits are in one segment of the vocabulary."""
     hidden, weight = 3 * torch.randn(9, 5, dtype=torch.float64), torch.randn(67, 5, dtype=torch.float64)
     weight[:20] *= 5
     target = torch.randint(0, 67, (9,))

@@ -160,7 +160,7 @@ def test_probabilities_far_apart_are_as_good_as_eagers(device: str, beta: float,
     }
 )
 def test_mixtures_near_an_end(device: str, end: int, distance: float, of: str) -> None:
-    """Of peaked rows m is little but the far side's share, which float32 does not have as a difference from 1."""
+    """For peaked rows m is little but the far side's share, which float32 does not have as a difference from 1."""
     beta = 1 - distance if end else distance
     for rows, vocab in ((64, 7), (64, 500), (64, 9001)):
         inputs = list(12 * torch.randn(2, rows, vocab, device=device))
@@ -504,7 +504,7 @@ def test_kl_div_is_an_end_of_jsd_and_its_errors_have_its_name() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_row_is_below_zero(device: str) -> None:
-    """Of distributions that are equal but for a few roundings, where the sum of the terms may be."""
+    """For distributions that are equal but for a few roundings, where the sum of the terms may be."""
     for beta in (0.0, 0.1, 0.5, 0.9, 1.0):
         for apart in (0.0, 1e-7, 1e-4):
             student = 10 * torch.randn(200, 333, device=device)

@@ -38,7 +38,7 @@ def test_parity(device: str, dtype: torch.dtype, options: dict[str, Any]) -> Non
 
 @rows_of("one, per_row", [(1.3, False), (-0.7, False), (1.0, True), (-2.0, True)])
 def test_predicted_tokens(one: float, per_row: bool) -> None:
-    """Of a factor below zero, the columns with the smallest products; the first of several."""
+    """For a factor below zero, the columns with the smallest products; the first of several."""
     hidden, weight = torch.randint(-2, 3, (40, 3)).double(), torch.randint(-2, 3, (30, 3)).double()
     scale = torch.randn(40, dtype=torch.float64) * one if per_row else one
     logits = hidden @ weight.T * (scale[:, None] if per_row else scale)

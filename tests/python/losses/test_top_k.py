@@ -251,7 +251,7 @@ def test_a_tail_of_fewer_bits(linear: bool, sharded: bool, device: str) -> None:
             return fusegrad.linear_jsd(x, w, (log_probs, indices), **options)
         return fusegrad.jsd(x, (log_probs, indices), **options)
 
-    # Of float32's the sum is exact: 1 is what the rounded one is beside.
+    # For float32's the sum is exact: 1 is what the rounded one is beside.
     truth = reference.jsd(x.double(), (log_probs.double(), indices), tail_log_prob=tail.double())[0]
     torch.testing.assert_close(loss(tail).double(), truth, rtol=1e-5, atol=1e-6)
 

@@ -62,7 +62,7 @@ def test_random_masks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e10])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lists_are_those_of_the_pairs(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of values of any size, to the last bit."""
+    """For values of any size, to the last bit."""
     monkeypatch.setattr(test_score_mod, "MARGIN", 0)
     monkeypatch.setattr(test_score_mod, "LARGEST", math.inf)
     if dtype == torch.float16 and scale > 1:

@@ -1,6 +1,6 @@
 """Random score_mods through flex_attention's CUDA kernels, against float64.
 
-FUSEGRAD_FLEX_GRAPHS sets their number, for each dtype and family of kernels. Of each two kernels are compiled, which
+FUSEGRAD_FLEX_GRAPHS sets their number, for each dtype and family of kernels. Two kernels of each are compiled, which
 takes a core 2 s in float32, 6 s in bfloat16: 10,000 of all are 40 minutes of 64 cores (`-n 60`).
 """
 
@@ -84,7 +84,7 @@ def test_random_score_mods(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Of each: values and gradients as close to float64's as those of the CPU's float32 kernels, but for what is
+    """For each: values and gradients as close to float64's as those of the CPU's float32 kernels, but for what is
     rounded to the dtype. Every other time a backward's CTA takes all keys of a head, where it can."""
     _C.flex.force_whole(chunk % 2)
     request.addfinalizer(lambda: _C.flex.force_whole(-1))

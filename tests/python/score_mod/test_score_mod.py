@@ -503,7 +503,7 @@ def test_random_graphs(p: Program, masked: bool, seed: int) -> None:
 
 @rows_of("op", ["floor_div", "mod", "pow", "shl", "shr", "min", "max", "and", "or", "xor", "lt"])
 def test_functions_of_integers(op: str) -> None:
-    """Of all pairs of some, zero and negative numbers among them."""
+    """For all pairs of some, zero and negative numbers among them."""
     integers = torch.tensor([-70, -3, -2, -1, 0, 1, 2, 3, 5, 63, 64])
     a, b, n = integers[:, None], integers, len(integers)
     if op in ("and", "or", "xor"):

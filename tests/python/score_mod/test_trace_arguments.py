@@ -83,7 +83,7 @@ VALUES: dict[str, list[Any]] = {
     "sorted_sequence": [torch.tensor([-0.5, 0.1, 1.0], dtype=torch.float64)], "mat2": [B.t().contiguous()],
     "vec": [B[0]], "tensor": [B[0]], "x1": [A], "x2": [B], "tensors": [[A, B]],
 }  # fmt: skip
-# Of an operation alone: its own arguments, or those without which there is nothing to call.
+# For an operation alone: its own arguments, or those without which there is nothing to call.
 OWN: dict[str, dict[str, list[Any]]] = {
     "index": {"indices": [[ROWS[0]], [None, ROWS]]},
     "index_select": {"index": [ROWS[0]]},

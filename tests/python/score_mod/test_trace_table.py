@@ -146,7 +146,7 @@ def test_functions_of_two_numbers(name: str) -> None:
 
 
 def takes_two(name: str) -> bool:
-    """Of the functions of truth."""
+    """For the functions of truth."""
     return name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
 
 
@@ -312,7 +312,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 
 @rows_of("name", sorted({n for table in (FUNCTIONS, OPS) for n, how in table.items() if isinstance(how, Refusal)}))
 def test_each_refusal_has_its_text(name: str) -> None:
-    """Of a method, a function or a property."""
+    """For a method, a function or a property."""
     how = FUNCTIONS[name] if name in FUNCTIONS else OPS[name]
     attribute, _, kind = name.partition(".")
     call = REFUSED.get(name)

@@ -129,7 +129,7 @@ def _flex_attention(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.where(q_idx >= kv_idx, score * table[kind[q_idx]] + bias[kv_idx], -torch.inf)
 
-    # Of bits that are compared: by default sums on CUDA come in any order.
+    # For bits that are compared: by default sums on CUDA come in any order.
     how = {"scale": HIDDEN**-0.5, "inplace": inplace, "deterministic": True}
     out = fusegrad.flex_attention(query, key, value, score_mod, **how)
     assert isinstance(out, Tensor)

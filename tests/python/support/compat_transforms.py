@@ -160,7 +160,7 @@ def torch_func_vjp(case: Case) -> Sequence[Tensor]:
 
 
 def vmap_of_grad(case: Case) -> Sequence[Tensor]:
-    """Of a batch, the case's leaves being its second element."""
+    """For a batch, the case's leaves being its second element."""
     leaves, constants = case.draw()
     places = tuple(range(len(leaves)))
     batch = [torch.stack([t.detach() * 0.5, t.detach()]) for t in leaves]
@@ -382,7 +382,7 @@ def check(case: Case, results: Sequence[Tensor], transform: Transform | None = N
         try:
             assert ours is not None, f"{name} is missing"
             assert ours.dtype == by_eager.dtype, f"{name} has dtype {ours.dtype}, eager's {by_eager.dtype}"
-            # Of a few numbers eager's may be right by luck; and where one key has nearly all of a row's weight, dP less
+            # Eager's few numbers may be right by luck; and where one key has nearly all of a row's weight, dP less
             # its mean is what rounding leaves of both, if that mean is grad_out * out (docs/flex_attention.md).
             rough = right.numel() <= 16 or (case.op.name == "flex_attention" and case.device == "cuda")
             assert_as_good_as_eager(ours, by_eager, right, f"{case}: {name}", least=2**-18 if rough else 0.0)

@@ -620,7 +620,7 @@ def helper(group: Any) -> None:
         counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().double()
         index = context.positions(device=DEVICE)
         work = counts[index // 4].sum() / 4
-        # Of sixteen rows; test_balanced_ranges.py has longer ones.
+        # For sixteen rows; test_balanced_ranges.py has longer ones.
         assert world == 3 or work <= 1.1 * counts.sum() / world, (work, counts.sum() / world)
 
 

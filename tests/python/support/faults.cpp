@@ -26,7 +26,7 @@ struct Range {
   }
 };
 
-// Of the callers: of posix_memalign (c10's CPU allocator), and of everything else (fusegrad's two libraries).
+// The callers of posix_memalign (c10's CPU allocator), and those of everything else (fusegrad's two libraries).
 Range allocator, library, core;
 std::atomic<int> armed{0}, error_number{0};
 std::atomic<long> count{0}, nth{0};

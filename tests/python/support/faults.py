@@ -56,7 +56,7 @@ def _code_of(name: str) -> tuple[int, int]:
 
 
 class Faults:
-    """Of this process, which was started with :func:`environment`, and has loaded fusegrad."""
+    """For this process, which was started with :func:`environment`, and has loaded fusegrad."""
 
     def __init__(self) -> None:
         self.path = os.environ["FAULTS"]

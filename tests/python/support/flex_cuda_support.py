@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda"
-# Of a module whose tests run on the GPU, once for every family of kernels that it has, tensors being made there.
+# For a module whose tests run on the GPU, once for every family of kernels that it has, tensors being made there.
 ON_EACH_FAMILY = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("made_on_the_gpu", "each_flex_family"),

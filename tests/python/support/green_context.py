@@ -11,7 +11,7 @@ DEFAULT_STREAM = NON_BLOCKING = 1
 
 
 def stream_of(multiprocessors: int) -> torch.cuda.ExternalStream:
-    """Of so many multiprocessors at least, for the process's life."""
+    """For so many multiprocessors at least, for the process's life."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: object) -> None:

@@ -38,7 +38,7 @@ def is_float(x: Any) -> bool:
 def gradients(
     make: Callable[..., Callable], params: Sequence[jax.Array], score: jax.Array, upstream: jax.Array, sizes: Any
 ) -> list[np.ndarray]:
-    """Of the score and of the captured arrays, by the text's derivative and, before it, by JAX's of what is read."""
+    """For the score and for the captured arrays, by the text's derivative and, before it, by JAX's of what is read."""
     made: list[Mod] = []
 
     def read(*params: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:

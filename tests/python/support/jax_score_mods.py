@@ -59,7 +59,7 @@ class Case:
 def over_all_pairs(mod: Callable, sizes: tuple[int, int, int, int], score: jax.Array | None = None) -> jax.Array:
     """What JAX itself makes of a mod for [B, H, M, N]."""
     pairs = [x.reshape(-1) for x in jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in sizes), indexing="ij")]
-    # Of each pair by itself: vmap over one index at a time would compute once what does not depend on it.
+    # For each pair by itself: vmap over one index at a time would compute once what does not depend on it.
     return jax.vmap(mod)(*(() if score is None else (score.reshape(-1),)), *pairs).reshape(sizes)
 
 
@@ -781,5 +781,5 @@ def own_rule_of_a_vector(d: Draw) -> Made:
 
 @own_derivative
 def own_rule_before(d: Draw) -> Made:
-    """Of captured arrays alone: JAX's."""
+    """For captured arrays alone: JAX's."""
     return [d.floats(d.N)], lambda t: (lambda s, b, h, q, kv: s * rounded(t, 0.5)[kv], None)

@@ -33,7 +33,7 @@ Outcomes = tuple[int, dict[str, list[str]]]
 
 def start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
     """How many processes there were, and what went wrong in each run, a text a process; a run that is not there was not
-    reached. Of pytest's workers, which may have a part of a module's tests each, one starts them."""
+    reached. For pytest's workers, which may have a part of a module's tests each, one starts them."""
     session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
     found = session / f"{worker.stem}, {device}.json"
     with found.with_suffix(".lock").open("w") as lock:

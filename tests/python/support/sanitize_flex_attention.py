@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck --kernel-name kns=flex \\
         python tests/python/support/sanitize_flex_attention.py --family portable --part 0 --parts 2
 
-Of memcheck, synccheck and racecheck each takes some minutes; initcheck needs all kernels, also PyTorch's (no
+memcheck, synccheck and racecheck each take some minutes; initcheck needs all kernels, also PyTorch's (no
 --kernel-name). On Hopper racecheck reports three things that are none: what `touch` reads ahead into a place that
 nobody reads; a tile's place, which the warps that hand dQ over read after a barrier at which others only arrive; and
 stages of the forward's reads, since it does not follow __syncwarp and one lane's arrival at an mbarrier for its warp
@@ -49,9 +49,9 @@ SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 80, 128, 192, 256), "spl
 
 # B, H, key heads, M, N. With many heads a CTA that stays goes on to another; with many queries tiles are tall.
 FEW, MANY, LONG = (2, 4, 2, 300, 333), (1, 160, 80, 100, 130), (1, 2, 1, 1700, 200)
-# Of keys that are split: few queries in a tile of a group's heads, and the usual tiles.
+# For keys that are split: few queries in a tile of a group's heads, and the usual tiles.
 GROUPED, USUAL = (2, 6, 2, 5, 1500), (1, 2, 1, 40, 3000)
-# Of many batches: windows, of which CTAs stay with a head, and more pairs, whose sums are over the batches, and whose
+# For many batches: windows, of which CTAs stay with a head, and more pairs, whose sums are over the batches, and whose
 # rows are multiples of 16 bytes.
 WINDOWS, SHARED = (9, 4, 4, 49, 49), (5, 4, 2, 130, 264)
 

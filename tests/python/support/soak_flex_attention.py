@@ -2,7 +2,7 @@
 
     python tests/python/support/soak_flex_attention.py --minutes 10 [--device cpu] [--workers 8] [--seed 0]
 
-Each worker process draws cases by itself. Of a case all heads that share one key head are compared, where functions
+Each worker process draws cases by itself. For a case all heads that share one key head are compared, where functions
 capture nothing, and all heads otherwise: outputs, lse and gradients by their relative error. A case that takes more
 than --limit seconds is a failure: its process is killed. The exit code is 1 if any case was wrong, died or hung.
 """
@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 # Relative errors of what is rounded to the dtype at several places.
 MOST = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 1e-4}
-# Of a tensor with the document of each query and key.
+# For a tensor with the document of each query and key.
 MASKS: dict[str, Callable[[Tensor], Callable[..., Any]] | None] = {
     "none": None,
     "causal": lambda t: lambda b, h, i, j: i >= j,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = Path(__file__).resolve().parent
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-# Of flex attention's kernels: where the GPU has but one, it needs no name.
+# For flex attention's kernels: where the GPU has but one, it needs no name.
 FLEX_FAMILIES = [
     family
     for family in ("", "portable", "hopper")

@@ -133,7 +133,7 @@ def check_derivatives(
 
 @case
 def derivatives(shards: VocabParallel) -> None:
-    """Of second order and in forward mode, where the unsharded ops have them."""
+    """For second order and in forward mode, where the unsharded ops have them."""
     cut = slice(shards.start, shards.stop)
     dtype = WIDEST
     columns, rows = [lambda t: t[:, cut]], [same, lambda t: t[cut], lambda t: t[cut]]

@@ -91,7 +91,7 @@ def support(shards: VocabParallel) -> None:
     target[4] = -100
     scale = torch.rand(ROWS) + 0.5
     for dtype in (*DTYPES, torch.bfloat16):
-        # Of low precision the unsharded op is the truth, without aux values: formulas would round each step.
+        # For low precision the unsharded op is the truth, without aux values: formulas would round each step.
         wide = dtype in DTYPES
         truth: Any = reference if wide else fusegrad
         aux = Aux(True, True, True, True, True, True) if wide else None

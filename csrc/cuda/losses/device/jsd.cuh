@@ -33,7 +33,7 @@ struct JsdConstants {
   LogitConstants student, teacher;
   LogitConstants label;  // the student's logits without the temperature
   float beta;
-  // Of the divergences in the loss: 1 - b and b, at the ends 1 of the one. A difference 1 - beta in float32 would have
+  // For the divergences in the loss: 1 - b and b, at the ends 1 of the one. A difference 1 - beta in float32 would have
   // no digits left near 1.
   float student_share, teacher_share;
   float soft, hard;

@@ -94,7 +94,7 @@ struct CrossEntropyTangents {
   __device__ float share(float z) const { return probability<T>(z, shift, low); }
   __device__ float away(float z) const { return (z - mean) - mean_low; }
 
-  /// Of columns from `first` on, without the index's.
+  /// For columns from `first` on, without the index's.
   template <int kWidth>
   __device__ void coefficients(int first, float (&a)[kWidth]) const {
     if (kAll && p.targets.dense) {
@@ -209,7 +209,7 @@ struct CrossEntropyTangents {
     packs[0] = packed<T, kWidth>(x);
   }
 
-  /// Of a logit x with the tangent d and the coefficient a; `hit`: 1 at the target, else 0.
+  /// For a logit x with the tangent d and the coefficient a; `hit`: 1 at the target, else 0.
   __device__ float value(const Gradient& g, float x, float d, float a, float hit) const {
     if constexpr (kPlain) {
       const float q = share(x);

@@ -160,7 +160,7 @@ class _Applied:
         return [[backward], *found]
 
     def each(self) -> list[Value]:
-        """Of arrays whose elements have nothing to do with one another: element by element, as they are asked for."""
+        """For arrays whose elements have nothing to do with one another: element by element, as they are asked for."""
         known: dict[Index, list[int]] = {}
         g = self.t.g
 

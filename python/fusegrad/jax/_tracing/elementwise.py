@@ -27,9 +27,9 @@ class Scalars:
     trace: Trace
     params: dict[str, Any]
     dtypes: tuple[Any, ...]
-    """Of the operands."""
+    """For the operands."""
     dtype: Any
-    """Of the result."""
+    """For the result."""
 
     @property
     def bits(self) -> int:

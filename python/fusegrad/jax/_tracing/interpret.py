@@ -163,7 +163,7 @@ def _is_free(x: Value, aval: Any) -> bool:
 def _computed(equation: Any, arrays: list[Any], is_literal: bool) -> list[Any]:
     params = equation.primitive.get_bind_params(equation.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    # Of literals there is a value also where all else is traced; within shard_map JAX would compute none.
+    # For literals there is a value also where all else is traced; within shard_map JAX would compute none.
     now = is_literal and not jax.sharding.get_abstract_mesh().manual_axes
     with equation.ctx.manager, jax.ensure_compile_time_eval() if now else contextlib.nullcontext():
         out = equation.primitive.bind(*functions, *arrays, **params)
