@@ -399,7 +399,7 @@ PEERS: dict[str, dict[str, Callable[[Row, Bias | None], Attention]]] = {
 
 
 def error(out: Tensor, inputs: Sequence[Tensor], row: Row, bias: Bias) -> float:
-    """For the last head's output, relative to its root mean square in float64."""
+    """The error of the last head's output, relative to its root mean square in float64."""
     query, key, value = (t[-1, -1].double() for t in inputs)
     score = query @ key.mT * row.size**-0.5 + bias.dense()[-1, -1].double()
     expected = score.softmax(-1) @ value

@@ -117,7 +117,7 @@ class Model(eqx.Module):
         self.norm, self.head = eqx.nn.LayerNorm(WIDTH), eqx.nn.Linear(WIDTH, 1, key=keys[3])
 
     def __call__(self, batch: Any) -> jax.Array:
-        """For each molecule a number: the sum of what its atoms contribute."""
+        """A number for each molecule: the sum of what its atoms contribute."""
         elements, bonds, distances, there, _ = batch
         atoms = self.elements.weight[elements]
         pairs = self.bonds.weight[bonds] + self.distances.weight[distances]
@@ -171,7 +171,7 @@ def train(run: str, molecules: list[Molecule], held_out: list[Molecule], epochs:
 
 
 def check_gradients(molecules: list[Molecule], n: int) -> None:
-    """For the first step, against plain attention."""
+    """Compares those of the first step with plain attention's."""
     batch = pad(molecules[:4], n)
     gradient = eqx.filter_jit(eqx.filter_grad(loss_of))
     ours, plain = (jax.tree.leaves(gradient(Model(run, jax.random.key(1)), batch)) for run in RUNS[:2])

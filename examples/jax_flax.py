@@ -183,7 +183,7 @@ def train(run: str, images: np.ndarray, digits: np.ndarray, epochs: int) -> list
 
 
 def check_gradients(images: np.ndarray, digits: np.ndarray) -> None:
-    """For the first step, against flax's own attention."""
+    """Compares those of the first step with flax's own attention's."""
     ours, flax = (nnx.jit(nnx.grad(loss_of))(Model(run, nnx.Rngs(1)), images[:8], digits[:8]) for run in RUNS[:2])
     for x, t in zip(jax.tree.leaves(ours), jax.tree.leaves(flax), strict=True):
         np.testing.assert_allclose(x, t, rtol=1e-3, atol=1e-5)

@@ -107,7 +107,7 @@ def loss_of(parameters: Parameters, batch: Any, attention: Attention, biased: bo
 
 @partial(jax.jit, static_argnames=("attention", "biased"))
 def wrong(parameters: Parameters, batch: Any, attention: Attention, biased: bool) -> tuple[jax.Array, jax.Array]:
-    """For how many pairs the distance is not the most likely one, and how many there are."""
+    """The number of pairs whose distance is not the most likely one, and that of all pairs."""
     bonds, distances, sizes = batch
     found = (pairs_of(parameters, bonds, sizes, attention, biased) @ parameters["head"].T).argmax(-1)
     there = distances != NO_PAIR
@@ -163,7 +163,7 @@ def train(name: str, molecules: list[Molecule], held_out: list[Molecule], epochs
 
 
 def check_gradients(molecules: list[Molecule], n: int) -> None:
-    """For the first step, against plain attention."""
+    """Compares those of the first step with plain attention's."""
     parameters, batch = initialise(jax.random.key(1)), pad(molecules[:4], n)
     ours, plain = (jax.jit(jax.grad(partial(loss_of, batch=batch, attention=a, biased=True)))(parameters)
                    for a in (fused_attention, plain_attention))  # fmt: skip

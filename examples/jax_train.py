@@ -56,7 +56,7 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def bucket(distance: Any) -> Any:
-    """For how far back a byte lies: its own of the next 8, then one for each half of an octave."""
+    """The bucket of how far back a byte lies: its own of the next 8, then one for each half of an octave."""
     far = 8 + (2 * jnp.log2(jnp.maximum(distance, 8) / 8)).astype(jnp.int32)
     return jnp.where(distance < 8, distance, jnp.minimum(far, BUCKETS - 1))
 

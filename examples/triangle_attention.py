@@ -122,7 +122,7 @@ def train_model(name: str, train: list[Molecule], test: list[Molecule], options:
 def share_wrong(
     model: PairTransformer, implementation: str, test: list[Molecule], options: argparse.Namespace
 ) -> float:
-    """For the pairs of atoms held out, those whose distance is not the most likely one."""
+    """The share of the pairs of atoms held out whose distance is not the most likely one."""
     wrong = pairs = 0
     for batch in batches(test, options.batch_size):
         batch = batch.to(options.device)

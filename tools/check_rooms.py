@@ -75,7 +75,7 @@ def wrong(path: str, included: str) -> bool:
 
 
 def python_room(module: str) -> str:
-    """For a module's name below the package."""
+    """The room of a module, by its name below the package."""
     fits = [prefix for prefix in PYTHON_LEVEL if re.match(rf"{prefix}([._]|$)", module) or not prefix]
     return max(fits, key=len)
 

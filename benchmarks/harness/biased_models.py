@@ -112,7 +112,7 @@ MODELS = {T5: t5, SWIN: swin_model, SIGLIP: siglip, TRUNK: trunk}
 
 
 def loss(training: Training) -> Tensor:
-    """For what the model returns, as a number whose gradients have no favourite element."""
+    """The model's output as a number whose gradients have no favourite element."""
     inputs = training.tokens
     if inputs.is_floating_point():
         inputs = inputs.to(training.watched.dtype)

@@ -86,7 +86,7 @@ def _measure_in_child(sender: Connection, module: str, case: Case, name: str, op
 
 
 def resident_peak_mib(run: Callable[[], object]) -> float:
-    """For this process."""
+    """This process's peak."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present size

@@ -21,7 +21,6 @@ inline void check(cudaError_t status, const char* what) {
   fail("fusegrad: ", what, " failed: ", cudaGetErrorString(status));
 }
 
-constexpr int kReserved = 1 << 10;    // of a multiprocessor's shared memory, for each CTA
 constexpr int kMostStatic = 8 << 10;  // of a kernel's shared memory
 constexpr int kPortableCluster = 8;   // CTAs a cluster may have on every GPU with clusters
 

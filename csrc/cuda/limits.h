@@ -6,6 +6,9 @@
 
 namespace fusegrad::cuda {
 
+/// Bytes of a multiprocessor's shared memory that each CTA takes beside its own.
+inline constexpr int kReserved = 1 << 10;
+
 struct ForcedLimits {
   std::atomic<int> cluster{0};       // CTAs a cluster may have
   std::atomic<int> shared_bytes{0};  // a CTA may have

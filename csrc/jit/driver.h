@@ -51,7 +51,7 @@ class Driver {
   /// The context of the calling thread's current device, which is made where there is none yet: its identifier is
   /// never used twice in a process.
   uint64_t current_context() const;
-  /// For the current context's device: 90 for sm_90.
+  /// That of the current context's device: 90 for sm_90.
   int compute_capability() const;
   int multiprocessors() const;
 

@@ -23,7 +23,7 @@ void add_front_end(FrontEnd front_end);
 void warn(const std::string& message);
 /// By all of them: whether any let go of some.
 bool release_memory();
-/// For all of them, in their order.
+/// Those of all of them, in their order.
 std::vector<std::string> package_folders();
 
 }  // namespace fusegrad::jit

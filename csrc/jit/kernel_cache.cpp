@@ -18,7 +18,7 @@ struct Hash {
 };
 using Kernels = std::unordered_map<std::string, std::unique_ptr<Kernel>, Hash, std::equal_to<>>;
 
-// For each context. Never destroyed: the driver may be gone by then.
+// One for each context. Never destroyed: the driver may be gone by then.
 struct Loaded {
   std::shared_mutex mutex;
   std::mutex loading;

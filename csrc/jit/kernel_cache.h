@@ -33,7 +33,7 @@ struct Kernel {
 /// the plain "80", "89", "100".
 std::string current_architecture();
 
-/// For the current device.
+/// The current device's.
 int current_multiprocessors();
 
 /// The kernel named `id` on the current device; a thread's first call of it makes, compiles (compile.h) and loads the

@@ -41,7 +41,7 @@ bool find(void* library, const char* name, Function& function) {
 }
 
 std::string file_name(const Program& program) {
-  // For a folder that is nowhere: NVRTC would search the working directory for headers otherwise.
+  // A folder that is nowhere: NVRTC would search the working directory for headers otherwise.
   return "/fusegrad/" + program.name + ".cu";
 }
 

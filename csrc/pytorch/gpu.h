@@ -28,7 +28,7 @@ inline CUstream_st* current_stream(c10::DeviceIndex device = -1) {
   return c10::cuda::getCurrentCUDAStream(device).stream();
 }
 
-/// For the current device.
+/// The current device's.
 inline int multiprocessors() { return at::cuda::getCurrentDeviceProperties()->multiProcessorCount; }
 
 /// Torch may hold all of the GPU's memory without using it: lets go of that. Not in a capture, which forbids it.

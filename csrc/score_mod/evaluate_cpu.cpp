@@ -95,7 +95,7 @@ struct TileEvaluator<T>::State {
   OutOfRange wrong;
   int64_t wrong_places = 0;  // rows of the tile in work with places out of range, of pairs that take no part too
 
-  // For the tile in work.
+  // The tile in work's.
   Tile tile{};
   Rectangle<const uint8_t> mask;
   int64_t row = 0;

@@ -48,7 +48,7 @@ inline constexpr int64_t kMaxSteps = 1 << 22;
 inline constexpr size_t kMaxTextBytes = size_t{1} << 22;
 
 using NodeId = int32_t;
-/// For axes, by their numbers.
+/// A set of axes, by their numbers.
 using AxisSet = uint64_t;
 constexpr AxisSet set_of_axis(int64_t axis) { return AxisSet{1} << axis; }
 

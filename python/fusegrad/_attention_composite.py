@@ -116,8 +116,8 @@ class Scoring(NamedTuple):
         return Call(score, mask, s.block_size, s.scale, s.dropout_p if s.dropout_seed is not None else 0.0, counts)
 
     def of_tensors(self, values: Scoring) -> list[Any]:
-        """For what goes with each argument, what goes with the tensors among them. A list that has nothing may be
-        None."""
+        """Takes what goes with each argument, gives what goes with the tensors among them. A list that has nothing may
+        be None."""
         found: list[Any] = []
         for own, of in (
             (self.score_mod_buffers, values.score_mod_buffers),
@@ -229,7 +229,7 @@ def _kept(call: Call, seed: Tensor, first: int, sizes: tuple[int, int, int, int]
 
 
 def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, bool, bool], acc: torch.dtype) -> Plan:
-    """For the call's tensors, floats of which in acc: those asked for of out, lse and max_scores."""
+    """A plan on the call's tensors, floats of which in acc: out, lse and max_scores as asked for."""
     if "custom" in call.score.text:
         check_linear(call.score.text)
     query, key = tensors[:2]

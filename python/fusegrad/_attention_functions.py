@@ -140,7 +140,7 @@ def gradients(
     outputs: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """For the call's tensors, each where wanted, differentiable again. `outputs`: what the forward returned;
+    """Gradients of the call's tensors, each where wanted, differentiable again. `outputs`: what the forward returned;
     `upstream`: of out, lse and max_scores."""
     result: list[Tensor | None] = [None] * len(tensors)
     having = tuple(g is not None for g in upstream)

@@ -69,7 +69,7 @@ def second_derivatives(
     moved = [tangents.get(i) for i in range(len(tensors))]
 
     def each(values: Sequence[Any]) -> list[Any]:
-        """For out and lse, None where it is not asked for."""
+        """Values for out and lse, None where it is not asked for."""
         rest = iter(values)
         return [next(rest) if a else None for a in asked[:2]]
 

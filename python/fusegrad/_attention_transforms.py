@@ -40,7 +40,7 @@ _NUMBERS = 2**63 - 1
 
 
 class _Unpacked(NamedTuple):
-    """For what the ops below the front end take: the call, its tensors, and the arguments `between` value and what
+    """What the ops below the front end take: the call, its tensors, and the arguments `between` value and what
     shapes the scores, and `behind` that."""
 
     call: Call
@@ -50,7 +50,7 @@ class _Unpacked(NamedTuple):
 
     @staticmethod
     def of(arguments: Sequence[Any], between: int) -> _Unpacked:
-        """For an op's arguments in its schema's order; so many are between."""
+        """Unpacks an op's arguments in its schema's order; so many are between."""
         first, last = 3 + between, 3 + between + len(Scoring._fields)
         scoring = Scoring(*arguments[first:last])
         tensors = (*arguments[:3], *scoring.of_tensors(scoring))
@@ -58,14 +58,14 @@ class _Unpacked(NamedTuple):
 
     @staticmethod
     def of_each(values: Sequence[Any], arguments: Sequence[Any], between: int) -> tuple[Any, ...]:
-        """For what goes with each of an op's arguments, what goes with the call's tensors."""
+        """Takes what goes with each of an op's arguments, gives what goes with the call's tensors."""
         at = slice(3 + between, 3 + between + len(Scoring._fields))
         return (*values[:3], *Scoring(*arguments[at]).of_tensors(Scoring(*values[at])))
 
     @staticmethod
     def of_backward(arguments: Sequence[Any]) -> tuple[_Unpacked, tuple[bool, ...]]:
-        """For flex_attention_backward's, and which of the tensors' gradients are wanted. Between are upstream gradients
-        and what the forward returned."""
+        """Unpacks flex_attention_backward's, with which of the tensors' gradients are wanted. Between are upstream
+        gradients and what the forward returned."""
         unpacked = _Unpacked.of(arguments, BETWEEN)
         deterministic, needs_grad = unpacked.behind
         wanted = (*needs_grad, *(False,) * (len(unpacked.tensors) - len(needs_grad)))

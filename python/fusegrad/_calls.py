@@ -23,7 +23,7 @@ Outputs = tuple[Tensor, list[Tensor]]
 
 
 def _overloads(op: str) -> tuple[Any, Any]:
-    """For the op and for the one in place: found once, as each name below torch.ops takes a tenth of a microsecond."""
+    """The op and the one in place, found once: each name below torch.ops takes a tenth of a microsecond."""
     return getattr(torch.ops.fusegrad, op).default, getattr(torch.ops.fusegrad, f"{op}_").default
 
 

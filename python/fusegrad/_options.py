@@ -31,7 +31,7 @@ class OfACall(TypedDict, total=False):
 
 
 class Head(TypedDict, total=False):
-    """For the linear layer that a module owns."""
+    """Arguments of the linear layer that a module owns."""
 
     bias: bool
     device: Device | None

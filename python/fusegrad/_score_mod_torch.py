@@ -42,7 +42,7 @@ def check_linear(text: str) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _tangent(text: str, moved: tuple[bool, ...]) -> Program:
-    """For a score_mod along these of its buffers and `grad`, the tangent of the score."""
+    """The tangent of a score_mod along these of its buffers and `grad`, the tangent of the score."""
     return program(_language.tangent(text, moved))
 
 
@@ -142,7 +142,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
 
 
 def _function(op: str) -> Callable[..., Tensor]:
-    """For a primitive; most have PyTorch's name."""
+    """The function of a primitive; most have PyTorch's name."""
     found = _TORCH.get(op)
     return found if found is not None else getattr(torch, op)
 
@@ -170,7 +170,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Evaluation:
-    """For one text, at one set of values."""
+    """The values of one text's nodes, at one set of inputs."""
 
     def __init__(self, text: Program, values: Values, known: dict[int, Tensor] | None = None) -> None:
         self.text, self.values = text, values

@@ -123,7 +123,7 @@ std::string block_states(const Host& host, const BlockMaskProgram& call, BlockSt
 
 void block_list(const Host& host, const BlockState* states, int64_t heads, int64_t rows, int64_t cols, bool by_column,
                 BlockState state, const BlockList& list) {
-  // For a block's place in its line. By columns a thread has several, side by side in memory.
+  // Lists give a block's place in its line. By columns a thread has several, side by side in memory.
   const int64_t lines = by_column ? cols : rows, length = by_column ? rows : cols;
   const int64_t width = by_column ? 64 : 1, chunks = ceil_div(lines, width);
   parallel_for(host, heads * chunks, 1, [&](int64_t begin, int64_t end) {

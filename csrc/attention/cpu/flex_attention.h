@@ -97,7 +97,7 @@ struct FlexProblem {
   /// Columns of a matrix as products leave it.
   int64_t padded_head() const { return round_up(head_size, kernels.panel); }
   int64_t padded_value() const { return round_up(value_size, kernels.panel); }
-  /// For a query head.
+  /// Dropout's of a query head.
   HeadDropout dropout_of(int64_t b, int64_t h) const;
   const score_mod::MaskProgram* mask() const { return mask_program ? &*mask_program : nullptr; }
 

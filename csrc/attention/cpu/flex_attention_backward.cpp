@@ -61,7 +61,7 @@ class Backward {
 
   int64_t group_heads() const { return p_.batches / p_.key_batches * p_.group(); }
 
-  // For a group.
+  // A group's.
   std::pair<int64_t, int64_t> key_head_of(int64_t group) const {
     if (keeps_) return {group % p_.key_batches, group / p_.key_batches};
     return {group / p_.key_heads, group % p_.key_heads};

@@ -160,8 +160,8 @@ __device__ inline float largest_of(const Pack<T, kWidth> (&packs)[kCount]) {
   }
 }
 
-/// Where vector 0 of a row starts: at a multiple of so many bytes. These are lines, so that a warp's accesses fill
-/// whole ones; of units where rows are short.
+/// Where vector 0 of a row starts: at a multiple of so many bytes: of lines, so that a warp's accesses fill whole
+/// ones, or of units where rows are short.
 constexpr int kUnitBytes = 16, kLineBytes = 128;
 
 /// A row as vectors that are aligned in memory: vector v holds columns [v * kWidth - lead, ...). The row's first and

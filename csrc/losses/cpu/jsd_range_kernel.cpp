@@ -378,7 +378,7 @@ class JsdRows {
   Transform<Acc> student_transform, teacher_transform;
   Buffers<Acc> buffers;
   bool between, needs_hard, hard_apart;
-  // For the current row.
+  // The current row's.
   double hard_sum = 1;                        // of exp(z - max)
   double mean_student = 0, mean_teacher = 0;  // what is taken off the logarithms in the gradients
   double tail_sum = 0;                        // top-k: of what q holds

@@ -27,7 +27,8 @@ inline at::Tensor with_softcap(const at::Tensor& logits, double softcap) {
   return softcap == 0.0 ? logits : (logits / softcap).tanh() * softcap;
 }
 
-/// For rows. A backward through the tangents of PyTorch's own fails: forward mode writes over what it needs.
+/// The rows' exponentials. A backward through the tangents of PyTorch's own fails: forward mode writes over what it
+/// needs.
 struct Exponentials {
   at::Tensor away, sum;  ///< from the row's largest value, and the sum of the exponentials of that
   at::Tensor largest;

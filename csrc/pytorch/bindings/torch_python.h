@@ -8,7 +8,7 @@
 
 #include "pytorch/bindings/python.h"
 
-// For libtorch_python.
+// Declared as in libtorch_python.
 extern PyObject *THPVariableClass, *ParameterClass;
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 namespace torch {

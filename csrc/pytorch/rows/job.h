@@ -132,7 +132,7 @@ class RowJob {
   RowOutputs out_;
   VocabNodes nodes_;
 
-  // For shards alone.
+  // Shards alone have these.
   Shards shards_;
   std::optional<at::Tensor> different_;
   bool soft_ = false;        // class probabilities or smoothing: every column has a coefficient

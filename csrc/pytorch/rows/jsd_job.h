@@ -56,7 +56,7 @@ class JsdJob {
   at::Tensor topk_logits_;
   JsdOutputs out_;
 
-  // For shards alone.
+  // Shards alone have these.
   const char* op_ = nullptr;
   Shards shards_;
   OptionalTensor different_;

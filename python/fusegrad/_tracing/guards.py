@@ -56,7 +56,7 @@ class GuardSource:
         self._lines.append((True, f"({condition})"))
 
     def need_keys(self, expression: str, keys: list[str]) -> None:
-        """For a dict, or for None."""
+        """Keys that the value of `expression`, a dict or None, must have."""
         self.need(f"list({expression} or ()) == {self.constant(keys)}" if keys else f"not {expression}")
 
     def need_tensor(self, name: str, tensor: Tensor) -> None:

@@ -41,7 +41,7 @@ class Run:
     scalars: list[Lifted]
     steps: Steps
     copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]]
-    """For captured tensors in another dtype or place, beside these."""
+    """Captured tensors in another dtype or place, beside these."""
     differentiable: bool
     """Whether what it computes has its derivative."""
 

@@ -71,7 +71,7 @@ class Trace:
         self._symbols: dict[Any, Tensor] = {}
         self._versions: list[int] = []
         self.copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]] = {}
-        """For captured tensors in another dtype or place, beside these."""
+        """Captured tensors in another dtype or place, beside these."""
         self._places: dict[int, int] = {}
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ def lookup(cls: type, name: str) -> Any:
 
 
 def check_c_function(value: Any) -> None:
-    """For a function whose code cannot be seen, or is PyTorch's."""
+    """Checks a function whose code cannot be seen, or is PyTorch's."""
     module = getattr(value, "__module__", None) or getattr(type(value), "__module__", None)
     owner = getattr(value, "__self__", None)
     if owner is not None and not isinstance(owner, (types.ModuleType, type)) and not is_trusted(module, ("torch",)):

@@ -245,7 +245,7 @@ class _Exchange:
         self._work = dist.all_to_all_single(self._received, self._sent, *counts, group=context.group, async_op=True)
 
     def wait(self) -> list[_Rows]:
-        """For each tensor, what came, in the order of processes."""
+        """What came of each tensor, in the order of processes."""
         self._work.wait()
         return self._views(self._received, self._of)
 

@@ -31,9 +31,9 @@ class Tensors:
 
 @dataclass
 class Results:
-    """For some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter empty unless asked for;
-    low, what rounding took from a 16-bit out, here or by pieces in `lows`; lse_low, what it took from lse. As
-    flex_attention_forward returns them, or `out` in float32 and wider."""
+    """The results of some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter empty unless
+    asked for; low, what rounding took from a 16-bit out, here or by pieces in `lows`; lse_low, what it took from lse.
+    As flex_attention_forward returns them, or `out` in float32 and wider."""
 
     out: Tensor
     lse: Tensor
@@ -51,15 +51,15 @@ class Results:
         return [self.out, self.lse, self.max_scores, self.max_ties, self.lse_low]
 
     def rows(self, piece: Piece) -> Results:
-        """For some of the queries, without a copy."""
+        """The results of some of the queries, without a copy."""
         made = Results(*(t.narrow(2, piece.row, piece.size) if t.dim() >= 3 else t for t in self.tensors()))
         made.low = self.lows.get(piece, made.low)
         return made
 
 
 def together(t: Tensors, parts: Sequence[tuple[Piece, Results]], max_scores: bool) -> Results:
-    """For all queries, from those of pieces; no key takes part for the others. What the backward alone reads, `low`,
-    stays in pieces."""
+    """The results of all queries, from those of pieces; no key takes part for the others. What the backward alone
+    reads, `low`, stays in pieces."""
     rows = t.query.shape[2]
     if len(parts) == 1 and parts[0][0].size == rows and parts[0][1].out.dtype == t.query.dtype:
         return parts[0][1]

@@ -114,7 +114,7 @@ class Call:
     # --- forward ---
 
     def forward(self, t: Tensors) -> Results:
-        """For all of this process's queries."""
+        """The results of all of this process's queries."""
         return self._ring_forward(t) if self.ring else self._gather_forward(t)
 
     def _gather_forward(self, t: Tensors) -> Results:
@@ -218,7 +218,7 @@ class Call:
         return Sum.into(own.new_empty(shape, dtype=acc).movedim(0, 2))
 
     def _own(self, whole: Tensor) -> Tensor:
-        """For the gradients of all keys, those of this process's, summed over all."""
+        """Takes gradients of all keys, gives those of this process's, summed over all."""
         context, own = self.context, self.sizes[self.context.rank]
         if context.world == 1:
             return whole

@@ -146,7 +146,7 @@ class LazyLogitsTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """For what PyTorch calls below autograd: a custom Function that returns its argument makes a view of it."""
+        """What PyTorch calls below autograd: a custom Function that returns its argument makes a view of it."""
         name = _BELOW_AUTOGRAD.get(func)
         if name is None:
             raise RuntimeError(

@@ -138,7 +138,7 @@ class Parts:
         )
 
     def specs(self, call: Call, arrays: Sequence[Any]) -> list[Spec]:
-        """For the arrays of a call."""
+        """How the arrays of a call are split."""
         s = self.split
         n, of_mask = call.inputs, call.mask_mod.buffers
         specs = [self.tensor(call, x, i > 0) for i, x in enumerate(arrays[:3])]
@@ -151,7 +151,7 @@ class Parts:
         return specs + [((),) * len(x.shape) for x in arrays[len(specs) :]]
 
     def tensor(self, call: Call, x: Any, of_keys: bool = False) -> Spec:
-        """For query, key, value, the output, or a number for each row."""
+        """How query, key, value, the output, or a number for each row is split."""
         s = self.split
         if len(x.shape) == 3:
             return (s.b, s.h, ())
@@ -186,7 +186,7 @@ class Parts:
         return replace(call, score_mod=score, mask_mod=mask), full
 
     def summed(self, gradient: jax.Array, spec: Spec) -> jax.Array:
-        """For an array that is whole on several devices, the sum of theirs."""
+        """The sum over the devices on which an array is whole."""
         own = {a for axes in spec for a in axes}
         over = tuple(a for a in (*self.split.b, *self.split.h) if a not in own)
         return jax.lax.psum(gradient, over) if over else gradient

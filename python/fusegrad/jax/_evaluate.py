@@ -64,7 +64,7 @@ def _is_float(a: Any) -> bool:
 
 
 def _by_nonzero(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """For integers 0 where the divisor is."""
+    """The function with 0 where the divisor is, for integers."""
 
     def divided(a: Any, b: Any) -> Any:
         if _is_float(a):
@@ -191,7 +191,7 @@ def _reduced(op: str, x: Any, dim: int) -> Any:
 
 
 class _Evaluation:
-    """For one text, at one set of values."""
+    """The values of one text's nodes, at one set of inputs."""
 
     def __init__(self, text: Program, values: Values, known: dict[int, Any] | None = None) -> None:
         self.text, self.values = text, values

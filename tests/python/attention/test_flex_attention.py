@@ -323,7 +323,7 @@ def test_masked_pairs_read_nothing_out_of_range() -> None:
 
 
 def wrong_list() -> BlockMask:
-    """For a block that there is not."""
+    """Lists a block that there is not."""
     count, index = torch.ones(1, 1, 1, dtype=torch.int32), torch.full((1, 1, 1, 1), 3, dtype=torch.int32)
     return BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=64, seq_lengths=(40, 40), compute_q_blocks=False)
 

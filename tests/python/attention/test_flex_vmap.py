@@ -187,7 +187,7 @@ def test_dropout(each_device: str) -> None:
 
 
 def _second_derivatives() -> dict[str, Callable]:
-    """For a number of one tensor and a direction."""
+    """Those of a number of one tensor, in a direction."""
     grad, jvp = torch.func.grad, torch.func.jvp
 
     def along(f: Callable, x: Tensor, d: Tensor) -> Tensor:

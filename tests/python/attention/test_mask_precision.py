@@ -130,7 +130,7 @@ def test_tangents_and_transforms_decide_alike(name: str, dtype: torch.dtype) -> 
 
 
 def score_mods() -> dict[str, tuple[Callable, bool]]:
-    """For float64 tensors, and whether float32 has room for what they are used for."""
+    """Score_mods of float64 tensors, and whether float32 has room for what they are used for."""
     seconds = 1.7e9 + torch.arange(S, dtype=torch.float64) * 7.3
     bias, slope = torch.randn(S, dtype=torch.float64), torch.tensor(0.25, dtype=torch.float64)
     vectors = torch.randn(S, 4, dtype=torch.float64)

@@ -58,7 +58,7 @@ def on(device: str) -> Any:
 
 
 def to_jax(x: Tensor, device: str = "cpu") -> jax.Array:
-    """For the same dtype; int64 becomes int32."""
+    """Keeps the dtype; int64 becomes int32."""
     if x.dtype == torch.bfloat16:
         return jax.device_put(jnp.asarray(x.detach().float().cpu().numpy(), jnp.bfloat16), on(device))
     return jax.device_put(jnp.asarray(x.detach().cpu().numpy()), on(device))

@@ -56,18 +56,18 @@ def test_mods(device: str, which: Any, dtype: str) -> None:
     compare(with_mod(attend), with_mod(plain), [*tensors(make, n), *captured], upstream_of(make, n))
 
 
-@pytest.mark.parametrize(
-    "device, dtype", [(d, t) for d in DEVICES for t in (["float64"] if d == "cpu" else ["float32", "bfloat16"])]
-)
+DTYPES_OF = {"cpu": ["float64"], "cuda": ["float32", "bfloat16"]}
+everywhere_in_its_dtypes = pytest.mark.parametrize("device, dtype", [(d, t) for d in DEVICES for t in DTYPES_OF[d]])
+
+
+@everywhere_in_its_dtypes
 @rows_of("one", CASES[::2], tests=8)
 def test_the_field(device: str, one: Case, dtype: str) -> None:
     check_case(device, one, dtype)
 
 
 @pytest.mark.large
-@pytest.mark.parametrize(
-    "device, dtype", [(d, t) for d in DEVICES for t in (["float64"] if d == "cpu" else ["float32", "bfloat16"])]
-)
+@everywhere_in_its_dtypes
 @rows_of("one", CASES[1::2], tests=8)
 def test_the_rest_of_the_field(device: str, one: Case, dtype: str) -> None:
     """Whose texts' values and gradients are in every run of test_jax_score_mod.py."""

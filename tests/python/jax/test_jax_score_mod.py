@@ -220,7 +220,7 @@ def integers(draw: Any, depth: int) -> str:
 
 @st.composite
 def vectors(draw: Any, depth: int) -> str:
-    """For four elements."""
+    """A text of a vector of four elements."""
     if depth == 0 or draw(st.integers(0, 3)) == 0:
         return f"f1[{draw(integers(1))}]"
     v, w, x = draw(vectors(depth - 1)), draw(vectors(depth - 1)), draw(floats(depth - 1))

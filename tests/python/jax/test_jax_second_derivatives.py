@@ -137,7 +137,7 @@ def test_nestings(which: Any, how: Function, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def check_case(one: Case) -> None:
-    """For the output, lse and the largest scores."""
+    """Checks the output, lse and the largest scores."""
     ours, formula, inputs, _ = of_case(one, "float64", "cpu")
     compare(ours, formula, inputs, gradient_along)
 

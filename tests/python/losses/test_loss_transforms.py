@@ -22,7 +22,7 @@ DIFFERENTIABLE = Aux(lse=True, entropy=True, token_log_prob=True)
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the linear losses, two rows each."""
+    """The linear losses take two rows each."""
     monkeypatch.setitem(_loss_chunks._LOGITS, "cpu", 1)
     monkeypatch.setattr(_loss_chunks, "_LEAST", 2)
 

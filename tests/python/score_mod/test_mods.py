@@ -35,7 +35,7 @@ def positive(*sizes: int) -> Tensor:
 
 
 def distances() -> Tensor:
-    """For a query and a key, [M, N]."""
+    """The distance of a query and a key, [M, N]."""
     return torch.arange(M)[:, None] - torch.arange(N)
 
 

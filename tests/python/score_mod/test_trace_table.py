@@ -146,7 +146,7 @@ def test_functions_of_two_numbers(name: str) -> None:
 
 
 def takes_two(name: str) -> bool:
-    """For the functions of truth."""
+    """Whether a function of truth takes two."""
     return name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
 
 

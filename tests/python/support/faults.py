@@ -56,7 +56,7 @@ def _code_of(name: str) -> tuple[int, int]:
 
 
 class Faults:
-    """For this process, which was started with :func:`environment`, and has loaded fusegrad."""
+    """The faults of this process, which was started with :func:`environment`, and has loaded fusegrad."""
 
     def __init__(self) -> None:
         self.path = os.environ["FAULTS"]

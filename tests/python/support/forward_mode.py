@@ -18,7 +18,7 @@ def pushed(outputs: Sequence[Tensor], given: Sequence[Tensor], tangents: Sequenc
 
 
 def tangents_of(call: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], tangents: Sequence[Tensor | None]):
-    """For call(*given), where inputs with a None have no tangent."""
+    """The tangents of call(*given), where inputs with a None have none."""
     with fwAD.dual_level():
         duals = [t if d is None else fwAD.make_dual(t, d) for t, d in zip(given, tangents, strict=True)]
         return [tuple(fwAD.unpack_dual(x)) for x in call(*duals)]

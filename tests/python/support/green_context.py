@@ -11,7 +11,7 @@ DEFAULT_STREAM = NON_BLOCKING = 1
 
 
 def stream_of(multiprocessors: int) -> torch.cuda.ExternalStream:
-    """For so many multiprocessors at least, for the process's life."""
+    """A stream of so many multiprocessors at least, for the process's life."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: object) -> None:

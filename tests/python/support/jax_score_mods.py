@@ -781,5 +781,5 @@ def own_rule_of_a_vector(d: Draw) -> Made:
 
 @own_derivative
 def own_rule_before(d: Draw) -> Made:
-    """For captured arrays alone: JAX's."""
+    """The rule of captured arrays alone: JAX's."""
     return [d.floats(d.N)], lambda t: (lambda s, b, h, q, kv: s * rounded(t, 0.5)[kv], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -248,20 +249,15 @@ def shapes(shards: VocabParallel) -> None:
     for shape in ((), (3,), (2, 3), (0,)):
         target = torch.randint(0, V, shape)
         inputs = [torch.randn(*shape, H).to(WIDEST), torch.randn(V, H).to(WIDEST)]
-        check_same(
-            f"linear {shape}",
-            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="none", vocab_parallel=shards),
-            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="none"),
-            inputs,
-            [same, lambda t: t[cut]],
-        )
-        check_same(
-            f"linear, sum {shape}",
-            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="sum", vocab_parallel=shards),
-            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="sum"),
-            inputs,
-            [same, lambda t: t[cut]],
-        )
+        for reduction in ("none", "sum"):
+            call: Callable[..., Tensor] = functools.partial(fusegrad.linear_cross_entropy, reduction=reduction)
+            check_same(
+                f"linear, {reduction} {shape}",
+                lambda x, w: call(x, w, target, vocab_parallel=shards),
+                lambda x, w: call(x, w, target),
+                inputs,
+                [same, lambda t: t[cut]],
+            )
     target = torch.randint(0, V, (2, 3, 2))
     check_same(
         "K dimensions",

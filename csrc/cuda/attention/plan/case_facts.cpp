@@ -12,10 +12,6 @@ namespace planner {
 
 int head_cols(const FlexCase& c, int multiple) { return device::round_up_to(c.head_size, multiple); }
 int value_cols(const FlexCase& c, int multiple) { return device::round_up_to(std::max(c.value_size, 1), multiple); }
-bool has_mods(const FlexCase& c) {
-  return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
-}
-
 bool mixed(const FlexCase& c, const FlexTile& t) {
   return c.blocks && (c.block_size[0] % (t.rows / t.parts()) != 0 || c.block_size[1] % t.cols != 0);
 }

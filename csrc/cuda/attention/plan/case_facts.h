@@ -12,7 +12,6 @@ inline constexpr int kCols = 16, kHopperCols = 64;
 int head_cols(const FlexCase& c, int multiple = kCols);
 int value_cols(const FlexCase& c, int multiple = kCols);
 
-bool has_mods(const FlexCase& c);
 bool mixed(const FlexCase& c, const FlexTile& t);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);

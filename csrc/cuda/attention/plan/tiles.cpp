@@ -30,7 +30,6 @@ bool has_hopper_boxes(const FlexCase& c) {
 
 // CTAs of a multiprocessor. More than two would leave each thread fewer registers than it needs.
 int resident_ctas(int shared_bytes, const std::string& architecture) {
-  constexpr int kReserved = 1 << 10;
   return std::clamp((flex_shared_limit(std::stoi(architecture)) + kReserved) / (shared_bytes + kReserved), 1, 2);
 }
 
@@ -93,8 +92,6 @@ int most_of(int64_t length) { return length <= 64 ? 64 : length <= 128 ? 128 : 0
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {score_mod::Reads::kPair}); }
 
 namespace {
-
-constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
 
 int bytes_of_multiprocessor(int capability) {
   const int kib = capability == 80 || capability == 87                                 ? 164

@@ -27,9 +27,9 @@ class Scalars:
     trace: Trace
     params: dict[str, Any]
     dtypes: tuple[Any, ...]
-    """For the operands."""
+    """Those of the operands."""
     dtype: Any
-    """For the result."""
+    """That of the result."""
 
     @property
     def bits(self) -> int:

@@ -111,7 +111,7 @@ class Known(Value):
 
     @property
     def number(self) -> np.ndarray | None:
-        """For a literal its value; within shard_map JAX may have none."""
+        """A literal's value; within shard_map JAX may have none."""
         return np.asarray(self.array) if self.is_literal and not isinstance(self.array, jax.core.Tracer) else None
 
     def _read(self, index: Index) -> int:
