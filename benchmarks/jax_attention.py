@@ -38,7 +38,7 @@ OP = "jax_attention"
 STEPS = 2  # within a program; XLA compiles each of them
 SHORT_STEPS = 4  # of rows whose step takes less time than the host takes for a program
 CALLS = 8  # of a program, one enqueued behind the other
-MOST_S = 0.3  # of a program in a round: slow peers have fewer repetitions
+MOST_S = 0.3  # of a program in a round: slow peers have fewer calls and repetitions
 Result = dict[str, Any]
 Step = Callable[..., Any]
 
@@ -271,11 +271,14 @@ def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: O
         return time.perf_counter() - started
 
     for name, (program, arguments, steps) in programs.items():
-        works[name] = (program, arguments, CALLS if steps > 1 else 1)
+        works[name] = (program, arguments, 1)
         outcome = Outcome(lambda name=name: seconds(name))
         if outcome.failure:
             result["failures"][name] = outcome.failure
             del works[name]
+            continue
+        calls = CALLS if steps > 1 else 1
+        works[name] = (program, arguments, max(1, min(calls, int(MOST_S / seconds(name)))))
     reps = {name: max(1, min(options.reps, int(MOST_S / seconds(name)))) for name in works}
     rounds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(options.rounds):

@@ -338,9 +338,41 @@ TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
   mask.mask_mod.text = "mask_mod";
   EXPECT_TRUE(pays(mask, make_shape(1, 8, 8, 4096, 4096, 128), 0.5));  // 2048 queries of a key
   EXPECT_FALSE(pays(mask, make_shape(1, 8, 8, 4096, 4096, 128), 0.25));
+  // Of heads above 128 columns tiles are less tall, of twice the keys, where those are many enough.
+  FlexCase wide = make_case(FlexKernel::kBackward, 192);
+  EXPECT_FALSE(pays(wide, make_shape(1, 16, 16, 4096, 4096, 192)));  // no registers for dV of more than 128
+  wide.value_size = 128;
+  EXPECT_TRUE(pays(wide, make_shape(1, 16, 16, 4096, 4096, 192)));
+  EXPECT_TRUE(pays(masked(wide, 128), make_shape(1, 16, 16, 4096, 4096, 192)));
+  EXPECT_FALSE(pays(wide, make_shape(1, 4, 4, 1024, 1024, 192)));
   FlexCase float32 = c;
   float32.dtype = DType::kFloat32;
   EXPECT_FALSE(pays(float32, make_shape(1, 8, 8, 4096, 4096, 128)));
+}
+
+TEST(LaunchPlan, WideHeadsSumUpDQWhereKeysAreMany) {
+  FlexCase c = make_case(FlexKernel::kBackward, 192);
+  c.value_size = 128;
+  const auto pays = [&](int64_t keys, double share) {
+    return pays_sums_wide(c, make_shape(1, 16, 16, keys, keys, 192), [&] { return share; });
+  };
+  EXPECT_TRUE(pays(1024, 1));
+  EXPECT_FALSE(pays(1024, 0.5));
+  EXPECT_TRUE(pays(2048, 0.5));
+  const auto kernels = [&](bool deterministic, std::vector<bool> needs_grad = {true, true, true}) {
+    return backward_kernels(c, needs_grad, deterministic, "90a");
+  };
+  ASSERT_EQ(kernels(false).size(), 1u);
+  EXPECT_TRUE(plan_kernel(kernels(false).back(), "90a").facts().grad_query);
+  for (const auto& two : {kernels(true), kernels(false, {true, true, false})}) {
+    ASSERT_EQ(two.size(), 2u);
+    EXPECT_EQ(two.front().kernel, FlexKernel::kGradQuery);
+    EXPECT_FALSE(plan_kernel(two.back(), "90a").facts().grad_query);
+  }
+  c.sums_wide = false;
+  EXPECT_EQ(kernels(false).size(), 2u);
+  c.tall = false;
+  EXPECT_TRUE(plan_kernel(kernels(false).back(), "90a").facts().keys_shared);
 }
 
 TEST(LaunchPlan, WholeHeadsPayWhereTheyAreManyAndShort) {

@@ -106,6 +106,7 @@ FlexCase make_case(py::Fields fields) {
   fields.read("deterministic", deterministic);
   fields.read("needs_grad", needs_grad);
   fields.read("tall", c.tall);
+  fields.read("sums_wide", c.sums_wide);
   fields.read("dropout", c.dropout);
   fields.read("few_rows", c.few_rows);
   fields.read("key_splits", c.key_splits);

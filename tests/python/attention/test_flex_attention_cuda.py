@@ -386,6 +386,27 @@ def test_queries_of_tall_tiles(d: int, m: int) -> None:
     assert_near_dense(flex_attention(*tensors, enable_gqa=True), tensors)
 
 
+@pairs_of(
+    {
+        "d, e": [(192, 128), (160, 128), (144, 72)],
+        "n": [140, 900],  # with 900 keys dQ is summed up, with 140 it has a kernel of its own
+        "m": [60, 1290],
+        "mask": [None, window, holes],
+        "deterministic": [False, True],
+    }
+)
+def test_wide_heads_whose_warpgroups_have_keys_of_their_own(
+    d: int, e: int, n: int, m: int, mask: Callable | None, deterministic: bool
+) -> None:
+    tensors = inputs(4, 12, m, n, d, hkv=12 if mask else 6, e=e)
+    blocks = takes = None
+    if mask is not None:
+        blocks = create_block_mask(mask, None, 12, m, n, device=DEVICE)
+        takes = mask(0, torch.arange(12)[:, None, None], torch.arange(m)[:, None], torch.arange(n))
+    out = flex_attention(*tensors, block_mask=blocks, enable_gqa=mask is None, deterministic=deterministic)
+    assert_near_dense(out, tensors, takes)
+
+
 @pairs_of({"modified": [False, True], "masked": [False, True], "grows": [True, False], "d": [64, 128, 256]})
 def test_scores_that_grow_or_fall_with_the_keys(d: int, grows: bool, masked: bool, modified: bool) -> None:
     """A row's maximum is another one tile after tile, or stays the first; more rows of tiles than multiprocessors."""

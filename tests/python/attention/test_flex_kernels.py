@@ -298,6 +298,11 @@ backward bfloat16 256 256 softcap causal
 backward bfloat16 256 256 A none
 backward bfloat16 256 256 D document
 backward bfloat16 192 128 F none
+backward bfloat16 192 128 none none
+backward bfloat16 192 128 none causal
+backward float16 160 96 none lists
+ordered bfloat16 192 128 none causal
+short bfloat16 48 48 none causal
 backward float16 64 256 C small
 ordered bfloat16 256 256 B none
 ordered bfloat16 256 256 D causal

@@ -24,7 +24,7 @@ def relative(ours: Tensor, truth: Tensor) -> float:
 
 
 def inputs(
-    b: int, h: int, m: int, n: int, d: int, dtype: torch.dtype = torch.bfloat16, hkv: int | None = None
+    b: int, h: int, m: int, n: int, d: int, dtype: torch.dtype = torch.bfloat16, hkv: int | None = None, e: int = 0
 ) -> list[Tensor]:
-    shapes = [(b, h, m, d), (b, hkv or h, n, d), (b, hkv or h, n, d)]
+    shapes = [(b, h, m, d), (b, hkv or h, n, d), (b, hkv or h, n, e or d)]
     return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]

@@ -54,6 +54,8 @@ GROUPED, USUAL = (2, 6, 2, 5, 1500), (1, 2, 1, 40, 3000)
 # For many batches: windows, of which CTAs stay with a head, and more pairs, whose sums are over the batches, and whose
 # rows are multiples of 16 bytes.
 WINDOWS, SHARED = (9, 4, 4, 49, 49), (5, 4, 2, 130, 264)
+# Heads of 192 whose values have 128 columns, and so many keys that dQ is summed up.
+LATENT = (1, 14, 7, 1700, 1700, 128)
 
 
 def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple[int, ...]]]:
@@ -85,12 +87,14 @@ def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple
             yield torch.bfloat16, mod, mask, size, False, SHARED
         for mod in pairs:
             yield torch.bfloat16, mod, "none", 32, True, SHARED
+        for mask, deterministic in itertools.product(("none", "causal", "window"), (False, True)):
+            yield torch.bfloat16, "none", mask, 192, deterministic, LATENT
 
 
 def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    b, h, g, m, n = sizes
-    shapes = ((b, h, m, d), (b, g, n, d), (b, g, n, d))
+    b, h, g, m, n, *e = sizes
+    shapes = ((b, h, m, d), (b, g, n, d), (b, g, n, *(e or [d])))
     tensors = [torch.randn(shape, device="cuda").to(dtype).requires_grad_() for shape in shapes]
     captured = [
         torch.randn(shape, device="cuda").requires_grad_()

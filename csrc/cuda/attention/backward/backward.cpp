@@ -41,7 +41,15 @@ bool floats_by_maps(const FlexCase& c) {
 // Each of two warpgroups has 64 keys, whose gradients stay in registers, and scores of as many queries as then fit;
 // else both share 64 keys.
 std::vector<FlexTile> hopper_backward(const FlexCase& c) {
-  if (!fits_hopper_backward(c)) return {{64, 64, 12, 2, false, HopperTile{.query_stages = 2}}};
+  if (!fits_hopper_backward(c)) {
+    if (auto own = backward_tall_tile(c); own && c.tall && !c.max_gradient && c.grad_key && c.grad_value) {
+      std::vector<FlexTile> found{*own};
+      own->hopper().query_stages = 3;
+      found.insert(found.begin(), *own);
+      return found;
+    }
+    return {{64, 64, 12, 2, false, HopperTile{.query_stages = 2}}};
+  }
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
   // With tall tiles products read less of keys and values per query; there are registers for it where pairs need few.
   const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
@@ -91,9 +99,11 @@ namespace {
 constexpr int kStaying = 3;
 
 // Where keys are shared, dQ is left to a kernel of its own.
-bool adds_grad_query(const FlexCase& c, const FlexTile& t) { return c.grad_query && !keys_shared(c, t); }
+bool adds_grad_query(const FlexCase& c, const FlexTile& t) {
+  return c.grad_query && (!t.is_hopper() || fits_hopper_backward(c) || sums_wide_query(c));
+}
 bool stores_boxes(const FlexCase& c, const FlexTile& t) {
-  return t.is_hopper() && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
+  return t.is_hopper() && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) && fits_hopper_backward(c) &&
          (c.score_mod.text.empty() || t.hopper().key_stages == 2);
 }
 
@@ -213,6 +223,7 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
   f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
   // Beside tall tiles the warps that add have too few registers for it.
   f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
+  f.upright = f.narrow || (f.hopper() && f.grad_query && !f.whole && f.tile.rows == 128 && f.head <= 48);
   add_gradient_facts(c, f);
 }
 
@@ -243,6 +254,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   text.number("kReadStages", own.read_stages);
   text.number("kMaps", own.maps);
   text.choice("kNarrow", f.narrow);
+  text.choice("kUpright", f.upright);
   text.choice("kStoresBoxes", f.stores_boxes);
   text.choice("kOwnPlaces", own.own_places);
   text.choice("kOrdered", f.ordered);
@@ -269,12 +281,12 @@ KernelNames names(const KernelFacts& f) {
 }
 
 // S and dP: both operands in shared memory, K-major. dV and dK: P or dS in registers by an operand in shared memory,
-// MN-major. dQ: both in shared memory, transposed, K by dS; of narrow heads dS by K.
+// MN-major. dQ: both in shared memory, transposed, K by dS; upright dS by K.
 std::string products(DType dtype, const KernelFacts& f) {
   return wgmma(dtype, f.tile.rows, false, false) + wgmma(dtype, f.value, true, true) +
          (f.head == f.value ? "" : wgmma(dtype, f.head, true, true)) +
-         (f.narrow ? wgmma(dtype, f.head, false, true)
-                   : wgmma(dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, false, true));
+         (f.upright ? wgmma(dtype, f.head, false, true)
+                    : wgmma(dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, false, true));
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -341,7 +353,14 @@ int backward_value_cols(const FlexCase& c, const std::string& architecture) {
 }
 
 std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {
-  if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;
+  if (!masks_alone(c) || c.dropout) return std::nullopt;
+  if (!fits_hopper_backward(c)) {
+    // Each warpgroup has registers for dK and dV of 64 keys beside the scores of 48 queries.
+    if (head_cols(c, kHopperCols) != 192 || value_cols(c, kHopperCols) > 128) return std::nullopt;
+    const FlexTile t{48, 128, 12, 2, false, HopperTile{.query_stages = 2, .parts = c.blocks ? 3 : 1}};
+    if (c.blocks && (c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
+    return t;
+  }
   const bool small = head_cols(c, kHopperCols) == 64;
   const FlexTile t{small ? 144 : 80, 128, 12, 2, false, HopperTile{.query_stages = 2, .parts = c.blocks ? 5 : 1}};
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
@@ -349,13 +368,20 @@ std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {
 }
 // A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
 // next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it
-// depends on how many queries they have.
+// depends on how many queries they have. For heads above 128 columns 48 queries of 128 keys take three quarters of what
+// 64 of 64 keys do, as scores are not computed twice.
 bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                const std::function<double()>& share_of_pairs, const std::string& architecture) {
   constexpr int64_t kManyQueries = 512;
   if (!c.score_mod.dtypes.empty() && floats_by_maps(c)) return shape.queries >= kManyQueries;
   const auto tile = backward_tall_tile(c);
   if (!tile || !takes_hopper(c, architecture)) return false;
+  if (tile->rows == 48) {
+    // Keys of 64 keep twice as many CTAs busy.
+    constexpr int64_t kLeastCtas = 96;
+    const bool many = shape.key_batches * shape.key_heads * tiles_in(shape.keys, tile->cols) >= kLeastCtas;
+    return many && (!mask || plan_lists(*tile, /*by_key=*/true, shape, *mask).direct);
+  }
   const int64_t queries = shape.queries;
   if (tile->rows == 144)
     return 11 * shape.group() * tiles_in(queries, 144) + 8 <= 10 * shape.group() * tiles_in(queries, 128);
@@ -363,6 +389,15 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
   constexpr int64_t kLeast = 1536;
   if (queries < kLeast || !plan_lists(*tile, /*by_key=*/true, shape, *mask).direct) return false;
   return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= kLeast;
+}
+
+bool sums_wide_query(const FlexCase& c) {
+  return c.tall && c.sums_wide && !c.max_gradient && !fits_hopper_backward(c) && backward_tall_tile(c);
+}
+// Sums go through memory three times: with few keys that takes longer than to compute scores again.
+bool pays_sums_wide(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs) {
+  constexpr double kLeast = 768;
+  return !fits_hopper_backward(c) && share_of_pairs() * static_cast<double>(shape.keys) >= kLeast;
 }
 
 // It needs as many heads as keep the CTAs busy. Each reads a head's queries for every tile of keys, and adds to their

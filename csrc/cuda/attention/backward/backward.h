@@ -31,8 +31,12 @@ int64_t backward_section(const FlexShape& n);
 /// Hopper: a backward's tile of more queries, which needs the registers that a score_mod takes and the shared memory of
 /// the next keys. For head sizes of 65 to 128 it has 80 queries instead of 64, in parts of 16 that lie in a block of
 /// the block mask each, so that tiles need not begin where blocks do. For smaller head sizes, without a block mask, it
-/// has 144 instead of 128.
+/// has 144 instead of 128. For heads of 129 to 192 columns and values of up to 128 it has 48 instead of 64, in such
+/// parts, but 64 keys for each warpgroup.
 std::optional<FlexTile> backward_tall_tile(const FlexCase& c);
+/// Whether the kernel by keys adds up dQ of heads of more than 128 columns, which else has a kernel of its own. It
+/// needs all of the gradients of query, key and value.
+bool sums_wide_query(const FlexCase& c);
 
 /// Whether a warp alone would have all gradients of a tile, of heads that are not wide: float32 of 256 columns where a
 /// CTA has 99 KiB. Its accumulators would spill, so dQ, dK and dV have kernels of their own, as of wide heads.
@@ -44,6 +48,9 @@ int backward_value_cols(const FlexCase& c, const std::string& architecture);
 /// allows; asked only where it matters.
 bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                const std::function<double()>& share_of_pairs, const std::string& architecture);
+
+/// FlexCase::sums_wide. `share_of_pairs`: as pays_tall.
+bool pays_sums_wide(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs);
 
 /// Whether a backward takes less time where a CTA has all keys of a head, as far as lengths and the mask decide.
 /// `processors`, `share_of_pairs`: as plan_launch and pays_tall.

@@ -56,6 +56,7 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   c.kernel = FlexKernel::kBackward;
   c.wide = c.wide || one_warp_alone_fits(c, gpu.architecture);
   c.tall = pays_tall(plan.common, n, plan.mask, share, gpu.architecture);
+  c.sums_wide = pays_sums_wide(c, n, share);
   c.key_splits = pays_key_splits(n, gpu.multiprocessors);
   c.max_gradient = asked.max_gradient;
   c.wants_grad.assign(asked.needs_grad.begin() + 3, asked.needs_grad.end());
@@ -121,7 +122,7 @@ struct Backward {
   /// Whether dQ is written by a kernel as it is, not added up.
   bool stores_query() const { return first().kernel == FlexKernel::kGradQuery || last().stores_query; }
   int64_t part_cols() const { return tiles_in(common.head_size, 4) * 4; }
-  bool transposes_sum() const { return last().hopper() && !last().narrow; }
+  bool transposes_sum() const { return last().hopper() && !last().upright; }
 
   TensorView grad_out(const Now& r) const {
     const TensorView& given = r.call.grad_out;

@@ -57,14 +57,17 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
   using Tiles::warp;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
-  // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
-  // the queries. For narrow heads it has 64 queries and lies as they do: transposed, half of it would be no columns.
-  static constexpr bool kRowsShared = Config::kHead <= 64, kNarrow = Config::kNarrow;
+  // A product of dQ is transposed: 64 columns of the head, a chunk. The first warpgroup makes one more than the second
+  // where their number is odd. Where the head is one chunk, each warpgroup has its part of the queries; upright they
+  // lie as queries do, 64 of them, where many of the 64 would be no columns.
+  static constexpr bool kRowsShared = Config::kHead <= 64, kNarrow = Config::kNarrow, kUpright = Config::kUpright;
+  static constexpr int kChunks = kRowsShared ? 1 : (chunks_of(Config::kHead) + 1) / Config::kGroups;
+  static constexpr bool kUneven = !kRowsShared && chunks_of(Config::kHead) % Config::kGroups != 0;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1);
-  static constexpr int kBlocksQ = (kNarrow ? Config::kHead : kSumRows) / 8;
+  static constexpr int kBlocksQ = (kUpright ? Config::kHead : kSumRows) / 8;
   static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float));
-  static constexpr int kEightRows = (kNarrow ? kBlocksQ : 8) * kBlockBytes;
-  using QueryProduct = Wgmma<T, kNarrow ? Config::kHead : kSumRows, false, kNarrow, !kNarrow>;
+  static constexpr int kEightRows = (kUpright ? kBlocksQ : 8) * kBlockBytes;
+  using QueryProduct = Wgmma<T, kUpright ? Config::kHead : kSumRows, false, kUpright, !kUpright>;
   // P is computed while dP is still being multiplied.
   static constexpr bool kOverlapped = !kInOrder && Config::kGradScores;
   // Mask element by element: it is faster than by bits. A mask_mod that reads nothing can be called for pairs beyond
@@ -88,8 +91,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                                                                                          : 24;
   static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
   static_assert(!kBoxes || Config::kGroups == 2);
-  static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
-  static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));
+  static_assert(!kUpright || (kRowsShared && kSumRows == 64) || !Config::kGradQuery);
+  static_assert(Tiles::kOwnKeys && (Config::kGroups == 2 || !Config::kGradQuery));
+  static_assert(kChunks == 1 || !Config::kGradQuery ||
+                !(Config::kStoresBoxes || Config::kWhole || Config::kStoresFirst));
 
  public:
   using Tiles::kSharedBytes, Tiles::Tiles;
@@ -111,13 +116,19 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
     } else {
       take_registers<kConsumerRegisters>();
-      consume();
+      if (Config::kGradQuery && kUneven && group_ != 0) {
+        consume<kChunks - 1>();
+      } else {
+        consume<kChunks>();
+      }
     }
   }
 
  private:
   // --- a consumer warpgroup ---
 
+  /// kMine: the chunks of dQ that it makes.
+  template <int kMine>
   __device__ __forceinline__ void consume() {
     float grad_key[kBlocksD][4], grad_value[kBlocksE][4], s[kBlocksN][4], d[kBlocksN][4];
     sums_.begin();
@@ -126,7 +137,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     int i = 0;
     for (;; ++i) {
-      const bool more = add_tiles(i, s, d, grad_key, grad_value);
+      const bool more = add_tiles<kMine>(i, s, d, grad_key, grad_value);
       if constexpr (!kSeamless) {
         release(key_empty(0));
         if constexpr (Config::kStoresBoxes) {
@@ -148,6 +159,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   // Walks all tiles of the keys, from tile i to the place behind the last one, which i becomes. Returns whether other
   // keys follow.
+  template <int kMine>
   __device__ __forceinline__ bool add_tiles(int& i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                             float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4]) {
     zero(grad_key);
@@ -192,7 +204,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if (i != first) named_sync(kSumEmpty + group_, kWithWarp);
       }
       named_sync(kTurn + group_, 2 * kWarpgroup);
-      turn(i, i == first, now, p, ds, s, d, grad_key, grad_value);
+      turn<kMine>(i, i == first, now, p, ds, s, d, grad_key, grad_value);
       named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
       if constexpr (Config::kGradQuery) {
         fence_before_copy();  // WGMMA too reads shared memory through the asynchronous proxy
@@ -230,7 +242,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if constexpr (Config::kGradQuery) {
-      if (i > first) last_grad_query(i - 1, now);
+      if (i > first) last_grad_query<kMine>(i - 1, now);
       // The place behind the last tile has stages too.
       Barrier::wait(gradient_empty(stage_of(i)), parity_of(i) ^ 1);
       release(gradient_full(stage_of(i)));
@@ -426,6 +438,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   /// Issues the products of tile i and the first ones of the next tile. None is under a condition, which would make the
   /// compiler wait for it: behind the last tile they multiply whatever lies in shared memory, and nobody uses them.
+  template <int kMine>
   __device__ __forceinline__ void turn(int i, bool first, const Place& now, const unsigned (&p)[kBlocksN * 2],
                                        const unsigned (&ds)[kBlocksN * 2], float (&s)[kBlocksN][4],
                                        float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
@@ -441,12 +454,20 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       pin<kBlocksQ * 4>(c[0]);
       if (!first) keep_grad_query(c, now);
     }
+    static_assert(kMine <= 2);
+    constexpr bool kSecond = Config::kGradQuery && kMine == 2;
+    if constexpr (kSecond) issue_grad_query(c, i - 1, now.stage_before(), 1);
     wait_query(i + 1);
-    wgmma_wait<0>();
+    wgmma_wait<kSecond ? 1 : 0>();
     pin<kBlocksD * 4>(grad_key[0]);
     issue_scores(s, i + 1, now.next_stage());
     release(grad_out_empty(stage_of(i)));
     release(query_empty(query_stage_of(i)));
+    if constexpr (kSecond) {
+      wgmma_wait<1>();
+      pin<kBlocksQ * 4>(c[0]);
+      if (!first) keep_grad_query(c, now, 1);
+    }
     // The wait is here, not before the turn, so that the compiler does not hold dP's registers beside dQ's.
     wait_grad_out(i + 1);
     issue_grad_probabilities(d, i + 1);
@@ -465,42 +486,36 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
   }
-  /// Issues the warpgroup's columns and queries of dQ of tile i once its dS is there. For the tile before the first one
-  /// (i = -1) the barrier's phase counts as over.
-  __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage) const {
-    Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
+  /// Issues a chunk of the warpgroup's columns and queries of dQ of tile i once its dS is there. For the tile before
+  /// the first one (i = -1) the barrier's phase counts as over.
+  __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage, int chunk = 0) const {
+    if (chunk == 0) Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
     const auto keys =
-        descriptor<kRowBytes>(key(key_stage) + first_col(group_) / kChunk * Config::kCols * kRowBytes, 16);
+        descriptor<kRowBytes>(key(key_stage) + (first_col(group_) / kChunk + chunk) * Config::kCols * kRowBytes, 16);
     const auto gradients = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kCols / 16; ++k) {
       const auto key = advanced(keys, k * 16 * kRowBytes), gradient = advanced(gradients, step_bytes<Config::kRows>(k));
-      QueryProduct::run(c[0], kNarrow ? gradient : key, kNarrow ? key : gradient, k != 0);
+      QueryProduct::run(c[0], kUpright ? gradient : key, kUpright ? key : gradient, k != 0);
     }
     wgmma_commit();
   }
   static __device__ __forceinline__ int first_row(int group) { return kRowsShared ? group * kSumRows : 0; }
-  static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * 64; }
+  static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * kChunks * kChunk; }
+  static __device__ __forceinline__ int chunks(int group) { return kUneven && group != 0 ? kChunks - 1 : kChunks; }
 
   // Hands dQ to the warp that issues its reduction, in the order of global memory: for each eight queries the 8 x 8
-  // blocks of 64 columns, two of them from each warp, side by side. Narrow heads have all their blocks from one warp.
-  __device__ __forceinline__ void give_grad_query(float (&c)[kBlocksQ][4], int i, const Place& next) {
-    release(gradient_empty(stage_of(i)));
-    named_sync(kSumEmpty + group_, kWithWarp);
-    keep_grad_query(c, next);
-    fence_before_copy();
-    named_arrive(kSumFull + group_, kWithWarp);
-  }
-  __device__ __forceinline__ void store_grad_query(const float (&c)[kBlocksQ][4]) const {
-    each_sum([&](unsigned at, int n, int r) { store_pair(at, c[n][2 * r], c[n][2 * r + 1]); });
+  // blocks of 64 columns, two of them from each warp, side by side; upright all blocks of eight queries from one warp.
+  __device__ __forceinline__ void store_grad_query(const float (&c)[kBlocksQ][4], int chunk) const {
+    each_sum([&](unsigned at, int n, int r) { store_pair(at, c[n][2 * r], c[n][2 * r + 1]); }, chunk);
   }
   /// use(where it lies there, n, r) of each two sums of the thread, r of accumulator n.
   template <class Use>
-  __device__ __forceinline__ void each_sum(const Use& use) const {
+  __device__ __forceinline__ void each_sum(const Use& use, int chunk = 0) const {
     // From one accumulator to the next, and from a warp's first eight rows of them to the second.
-    constexpr int kNext = kNarrow ? kBlockBytes : kEightRows, kSecond = kNarrow ? kEightRows : kBlockBytes;
-    const unsigned at = sum(group_) + warp() % 4 * 2 * kSecond + lane() * 8;
+    constexpr int kNext = kUpright ? kBlockBytes : kEightRows, kSecond = kUpright ? kEightRows : kBlockBytes;
+    const unsigned at = sum(group_) + chunk * (kSumRows / 8 * kEightRows) + warp() % 4 * 2 * kSecond + lane() * 8;
 #pragma unroll
     for (int n = 0; n < kBlocksQ; ++n) {
 #pragma unroll
@@ -508,11 +523,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
   }
   /// dQ of the tile before `next`.
-  __device__ __forceinline__ void keep_grad_query(float (&c)[kBlocksQ][4], const Place& next) {
+  __device__ __forceinline__ void keep_grad_query(float (&c)[kBlocksQ][4], const Place& next, int chunk = 0) {
     if (Config::kWhole && next.has(kAfterRounds)) {
       round_grad_query(c, next.has(kAfterSums));
     } else {
-      store_grad_query(c);
+      store_grad_query(c, chunk);
     }
   }
   // With the last keys of a tile of queries: adds the sums of those before, which the warp has brought, and rounds.
@@ -540,12 +555,20 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
     }
   }
+  template <int kMine>
   __device__ __forceinline__ void last_grad_query(int i, const Place& next) {
-    float c[kBlocksQ][4];
-    issue_grad_query(c, i, next.stage());
-    wgmma_wait<0>();
-    pin<kBlocksQ * 4>(c[0]);
-    give_grad_query(c, i, next);
+#pragma unroll
+    for (int chunk = 0; chunk < kMine; ++chunk) {
+      float c[kBlocksQ][4];
+      issue_grad_query(c, i, next.stage(), chunk);
+      wgmma_wait<0>();
+      pin<kBlocksQ * 4>(c[0]);
+      if (chunk + 1 == kMine) release(gradient_empty(stage_of(i)));
+      if (chunk == 0) named_sync(kSumEmpty + group_, kWithWarp);
+      keep_grad_query(c, next, chunk);
+    }
+    fence_before_copy();
+    named_arrive(kSumFull + group_, kWithWarp);
   }
 
   /// Run by one warp: reduces a warpgroup's dQ of each tile into global memory by TMA. Issuing the reductions and

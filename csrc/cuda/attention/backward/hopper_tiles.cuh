@@ -9,6 +9,7 @@
 //                              (PairBoxes), and tiles of it in shared memory
 //   kMaps                      of boxes so many by TMA
 //   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
+//   kUpright                   dQ lies in shared memory and in its sums as queries do, else transposed (hopper.cuh)
 //   kOwnPlaces                 TMA stores dK and dV from places of their own, else from dQ's
 //   kWhole                     a CTA has all keys of a head, one tile after the other, and alone adds to its dQ
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
@@ -179,7 +180,10 @@ class FlexBackwardHopperTiles {
     return shared_ + kMemory.grad_scores.offset + s * kMemory.grad_scores.piece;
   }
   __device__ __forceinline__ unsigned sum(int group) const {
-    return shared_ + kMemory.grad_query.offset + group * (kMemory.grad_query.piece / Config::kGroups);
+    constexpr int kChunks = chunks_of(Config::kHead), kFirst = (kChunks + Config::kGroups - 1) / Config::kGroups;
+    constexpr int kBytes = kMemory.grad_query.piece;
+    return shared_ + kMemory.grad_query.offset +
+           group * (kChunks == 1 ? kBytes / Config::kGroups : kBytes / kChunks * kFirst);
   }
   __device__ __forceinline__ unsigned rows(int s) const {
     return shared_ + kMemory.rows.offset + s * kMemory.rows.piece;

@@ -35,7 +35,7 @@ struct FlexQuerySum {
   int batches, heads, queries, head_size;
   int sum_rows, sum_cols;
   const int* sum_states;  // null: all sums are there; else dQ is 0 where there is none
-  bool transposed;        // in a block columns come before rows; false of narrow heads
+  bool transposed;        // in a block columns come before rows; else 64 rows have one state
   float scale;
 };
 void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream);

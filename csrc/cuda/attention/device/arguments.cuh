@@ -120,7 +120,7 @@ struct FlexBackwardArguments {
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   // The sum of which dQ is made where CTAs add it up, less the scale; zeros before, unless the first CTA stores it. It
   // lies in blocks of 8 queries and 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks
-  // columns come before queries, but for narrow heads. Where a CTA has all keys of a head (kWhole), of each CTA those
+  // columns come before queries, unless dQ is upright. Where a CTA has all keys of a head (kWhole), of each CTA those
   // of the heads that share the keys.
   float* query_sum;
   int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
@@ -160,7 +160,7 @@ struct FlexBackwardHopperArguments {
   // keys have been added, zeros before: [B, H, tiles of queries, 2].
   int* added;
   // Where the first CTA stores dQ's sum: a FlexSumState for each 8 queries and 64 columns, zeros before:
-  // [B, H, sum_rows / 8, (D + 63) / 64]. For narrow heads the first of eight states is that of 64 queries.
+  // [B, H, sum_rows / 8, (D + 63) / 64]. Where dQ is upright, the first of eight states is that of 64 queries.
   int* sum_states;
 };
 

@@ -83,6 +83,7 @@ struct KernelFacts {
   int groups = 0;            ///< Hopper: consumer warpgroups
   bool keys_shared = false;  ///< Hopper backward: both consumer warpgroups have the same 64 keys
   bool narrow = false;       ///< Hopper backward: tiles of queries, keys and values have 32 columns, not 64
+  bool upright = false;      ///< Hopper backward: dQ lies as queries do, not transposed
   bool key_splits = false;   ///< each row of tiles is split over several CTAs
   bool blocks = false;
   // kernels of gradients

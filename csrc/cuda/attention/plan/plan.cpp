@@ -133,7 +133,8 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   const bool value_apart = c.wide && needs_grad[2];
   // Where heads are not wide by themselves, a warp has no registers for dQ beside dK (one_warp_alone_fits).
   const bool crowded = c.wide && std::max(c.head_size, c.value_size) <= kMostCols;
-  bool apart = deterministic || crowded || (hopper && !fits_hopper_backward(c));
+  const bool all = needs_grad[0] && needs_grad[1] && needs_grad[2];
+  bool apart = deterministic || crowded || (hopper && !fits_hopper_backward(c) && !(all && sums_wide_query(c)));
   if (c.whole && !c.fixed_point) {
     apart = false;
   } else if (deterministic && !c.wide && needs_grad[0] && !c.fixed_point && !c.blocks &&
