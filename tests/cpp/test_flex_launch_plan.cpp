@@ -1,6 +1,7 @@
 // What the planner of flex attention on CUDA decides, without a GPU: specs and their keys, shared memory, launches.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <numeric>
 #include <string>
@@ -348,6 +349,22 @@ TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
   FlexCase float32 = c;
   float32.dtype = DType::kFloat32;
   EXPECT_FALSE(pays(float32, make_shape(1, 8, 8, 4096, 4096, 128)));
+}
+
+TEST(LaunchPlan, OneCtaOfEightWarpsWhereSharedMemoryIsSmall) {
+  const auto tile = [](FlexKernel kernel, int head, const char* architecture) {
+    FlexCase c = make_case(kernel, head);
+    const FlexTile t = plan_kernel(c, architecture).tile();
+    return std::array{t.rows, t.cols, t.warps, t.share()};
+  };
+  EXPECT_EQ(tile(FlexKernel::kBackward, 96, "86"), (std::array{32, 128, 8, 1}));
+  EXPECT_EQ(tile(FlexKernel::kBackward, 128, "120"), (std::array{32, 128, 8, 1}));
+  EXPECT_EQ(tile(FlexKernel::kBackward, 32, "89"), (std::array{128, 128, 8, 1}));
+  EXPECT_EQ(tile(FlexKernel::kForward, 96, "89"), (std::array{256, 64, 8, 1}));
+  // Elsewhere two CTAs, or warps that share keys.
+  EXPECT_EQ(tile(FlexKernel::kBackward, 128, "80"), (std::array{64, 128, 8, 2}));
+  EXPECT_EQ(tile(FlexKernel::kBackward, 32, "80"), (std::array{128, 128, 8, 2}));
+  EXPECT_EQ(tile(FlexKernel::kForward, 96, "80"), (std::array{128, 64, 4, 1}));
 }
 
 TEST(LaunchPlan, WideHeadsSumUpDQWhereKeysAreMany) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 
 import fusegrad
@@ -311,6 +312,8 @@ def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool
 @pytest.mark.parametrize("size", [24, 48, 64])
 def test_the_gradient_of_max_scores_takes_one_family(size: int) -> None:
     """It goes to the scores that equal the forward's to the bit."""
+    if os.environ.get("FUSEGRAD_TEST_SHARED_KIB"):
+        pytest.skip("the kernels for Hopper need more shared memory")
     _C.flex.force_family("")
     given = [*inputs(3, 4, 136, 264, size), torch.randn(3, 4, 136, 264, requires_grad=True)]
     _, aux = flex_attention(

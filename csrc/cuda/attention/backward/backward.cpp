@@ -149,7 +149,16 @@ int shared_bytes(const FlexCase& c, const FlexTile& t) {
       .bytes();
 }
 
-std::vector<FlexTile> portable_backward(const FlexCase& c, int head) {
+// As of sm_86, sm_89 and sm_120: a multiprocessor has room for one CTA.
+bool has_small_shared(const std::string& architecture) {
+  constexpr int kSmall = 100 << 10;
+  return flex_shared_limit(std::stoi(architecture)) < kSmall;
+}
+
+std::vector<FlexTile> portable_backward(const FlexCase& c, int head, const std::string& architecture) {
+  // Measured where scores are only scaled: the one CTA has eight warps with keys of their own.
+  const bool plain = c.score_mod.text.empty() && !c.dropout && !c.max_gradient;
+  const bool small = plain && has_small_shared(architecture);
   const auto tile = [](int rows, int cols, int warps, int share, int stages) {
     return FlexTile{rows, cols, warps, stages, false, PortableTile{.share = share}};
   };
@@ -189,10 +198,13 @@ std::vector<FlexTile> portable_backward(const FlexCase& c, int head) {
       add(tile(64, 64, 4, 1, 1));
     }
     if (!few) add(tile(128, 128, 8, 2, 2));
+    if (!few && small && head <= 32) add(tile(128, 128, 8, 1, 1));
     add(tile(64, 128, 8, 2, 1));
   } else {
     add(tile(64, 128, 8, 2, 2));
     add(tile(64, 128, 8, 2, 1));
+    if (small) add(tile(32, 128, 8, 1, 2));
+    if (small) add(tile(32, 128, 8, 1, 1));
     add(tile(32, 64, 4, 1, 2));
     add(tile(32, 64, 4, 1, 1));
   }
@@ -202,7 +214,7 @@ std::vector<FlexTile> portable_backward(const FlexCase& c, int head) {
 std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   if (takes_hopper(c, architecture) && !boxes_pay(c)) return hopper_backward(c);
   const int head = std::max(head_cols(c), value_cols(c));
-  std::vector<FlexTile> found = with_columns(c, with_boxes(c, portable_backward(c, head)));
+  std::vector<FlexTile> found = with_columns(c, with_boxes(c, portable_backward(c, head, architecture)));
   // Leaves room for sums of diagonals where a CTA has 99 KiB.
   if (head <= 64 && c.dtype != DType::kFloat32) found.push_back({64, 64, 4});
   // One warp, where nothing else fits: it has accumulators for all columns.
@@ -342,14 +354,12 @@ bool one_warp_alone_fits(FlexCase c, const std::string& architecture) {
   if (c.wide || takes_hopper(c, architecture)) return false;
   c.kernel = FlexKernel::kBackward;
   const int head = std::max(head_cols(c), value_cols(c));
-  return shared_bytes(c, portable_backward(c, head).back()) > flex_shared_limit(std::stoi(architecture));
+  return shared_bytes(c, portable_backward(c, head, architecture).back()) > flex_shared_limit(std::stoi(architecture));
 }
 
 int backward_value_cols(const FlexCase& c, const std::string& architecture) {
-  // Where shared memory is small, wider tiles of float32 do not fit it.
-  constexpr int kSmall = 100 << 10;
-  const bool small = flex_shared_limit(std::stoi(architecture)) < kSmall;
-  return c.dtype == DType::kFloat32 && small ? kMostCols / 2 : kMostCols;
+  // Wider tiles of float32 do not fit small shared memory.
+  return c.dtype == DType::kFloat32 && has_small_shared(architecture) ? kMostCols / 2 : kMostCols;
 }
 
 std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {

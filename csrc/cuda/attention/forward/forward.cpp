@@ -200,7 +200,8 @@ std::vector<FlexTile> plain_portable_forward(const FlexCase& c, const std::strin
     once = {{128, 64, 4}};
   } else if (head <= 96) {
     twice = {{128, 64, 4}};
-    once = {{128, 32, 4}, {64, 32, 4}};
+    if (!c.blocks) once = {{256, 64, 8}};
+    once.insert(once.end(), {{128, 32, 4}, {64, 32, 4}});
   } else if (head <= 128) {
     // With a mask the compiler for sm_80 spills, and loads most operands when their products are due.
     twice = {{128, c.blocks && architecture == "80" ? 32 : 64, 4}};
