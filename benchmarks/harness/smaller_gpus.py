@@ -81,17 +81,12 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def attention_as_on(shared_bytes: int) -> None:
+def limited(cluster: int, shared_bytes: int) -> None:
+    """The portable family of attention, and losses, as on a GPU with these limits; 0: the GPU's own."""
     from fusegrad import _C
 
     _C.flex.force_family("portable")
-    _C.flex.force_shared_limit(shared_bytes)
-
-
-def losses_as_on(cluster: int, shared_bytes: int) -> None:
-    from fusegrad import _C
-
-    _C.force_loss_limits(cluster, shared_bytes)
+    _C.force_limits(cluster, shared_bytes)
 
 
 @dataclass
@@ -128,7 +123,7 @@ def attention_steps(row: Attention) -> dict[str, Timed]:
             return F.scaled_dot_product_attention(*x, is_causal=row.causal, enable_gqa=row.keys > 0)
 
     steps: dict[str, Timed] = {}
-    ways = [(name, ours, lambda limit=limit: attention_as_on(limit)) for name, limit in COLUMNS.items()]
+    ways = [(name, ours, lambda limit=limit: limited(0, limit)) for name, limit in COLUMNS.items()]
     for name, attend, limit in [*ways, ("flash", flash, lambda: None)]:
         limit()
         out = attend(*inputs)
@@ -169,9 +164,9 @@ def loss_steps(row: Loss) -> dict[str, Timed]:
         return torch.autograd.grad(work(), inputs)
 
     ways = {
-        "clusters": lambda: losses_as_on(0, 0),
-        "no clusters": lambda: losses_as_on(1, 0),
-        "99 KiB": lambda: losses_as_on(1, KIB_OF_SMALL << 10),
+        "clusters": lambda: limited(0, 0),
+        "no clusters": lambda: limited(1, 0),
+        "99 KiB": lambda: limited(1, KIB_OF_SMALL << 10),
     }
     return {f"{name} both": Timed(step, limit) for name, limit in ways.items()}
 

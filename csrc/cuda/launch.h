@@ -57,7 +57,7 @@ inline const Device& current_device_itself() {
   });
   return device;
 }
-/// What the current device can do, within the limits of force_limits().
+/// What the current device can do, within forced_limits().
 inline Device current_device() {
   Device limited = current_device_itself();
   if (const int cluster = forced_limits().cluster) limited.cluster = std::min(limited.cluster, cluster);

@@ -13,15 +13,9 @@ struct ForcedLimits {
   std::atomic<int> cluster{0};       // CTAs a cluster may have
   std::atomic<int> shared_bytes{0};  // a CTA may have
 };
-/// 0: the device's own.
+/// 0: the device's own. Kernels are planned and launched as on a GPU that has at most such clusters, and so many bytes
+/// of shared memory a CTA and 1 KiB more a multiprocessor.
 ForcedLimits& forced_limits();
-
-/// The kernels of losses are launched as on a GPU that has at most such clusters, and so many bytes of shared memory a
-/// CTA and 1 KiB more a multiprocessor; 0: the device's own.
-inline void force_limits(int cluster, int shared_bytes) {
-  forced_limits().cluster = cluster;
-  forced_limits().shared_bytes = shared_bytes;
-}
 
 /// How many bytes of shared memory a CTA must ask for on a multiprocessor of `own` bytes, so that as many fit as do of
 /// `bytes` each on one of `smaller` bytes. `besides`: what a CTA takes that it does not ask for.

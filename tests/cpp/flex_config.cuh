@@ -123,7 +123,8 @@ struct Config {
   static constexpr bool kKeySplits = false, kBlocks = true, kMixed = true, kSplit = false;
   static constexpr bool kDropout = true;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true, kMaskInline = true;
-  static constexpr bool kNarrow = false, kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
+  static constexpr bool kNarrow = false, kUpright = false, kGradQuery = true, kGradKey = true, kGradValue = true,
+                        kGradScores = true;
   static constexpr int kColumns[] = {0}, kPlaces[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
                         kPartialSums = true, kGrouped = true;
@@ -189,11 +190,13 @@ struct HopperWideConfig : HopperConfig {
 struct SumsKernel {
   using Configured = HopperBackwardConfig;
   using Place = fusegrad::device::Place<Configured>;
-  static constexpr int kSumRows = 64, kBlockBytes = 256, kEightRows = 2048;
+  static constexpr int kSumRows = 64, kBlockBytes = 256, kEightRows = 2048, kChunks = 1;
+  static constexpr bool kUpright = false;
   static constexpr Evict kUsedOnce = Evict::kNormal;
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
   static __device__ int first_row(int group) { return 64 * group; }
   static __device__ int first_col(int) { return 0; }
+  static __device__ int chunks(int) { return 1; }
   static __device__ unsigned sum(int group) { return 1024u * group; }
   static __device__ unsigned sums_full(int group) { return 8u * group; }
   static __device__ Place place_of(int i) { return {0, 1, i, 128}; }

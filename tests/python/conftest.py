@@ -113,12 +113,12 @@ def family_forced(family: str) -> Iterator[None]:
     _C.flex.force_family(family)
     # FUSEGRAD_TEST_SHARED_KIB=99: as on a GPU with so much shared memory a CTA, in the portable family.
     kib = int(os.environ.get("FUSEGRAD_TEST_SHARED_KIB", "0")) if family == "portable" else 0
-    _C.flex.force_shared_limit(kib << 10)
+    _C.force_limits(0, kib << 10)
     try:
         yield
     finally:
         _C.flex.force_family("")
-        _C.flex.force_shared_limit(0)
+        _C.force_limits(0, 0)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 #include "common/build.h"
 #include "fusegrad/check_targets.h"
 #ifdef FUSEGRAD_WITH_CUDA
-#include "cuda/limits.h"
+#include "cuda/attention/plan/plan.h"
 #include "pytorch/bindings/cuda.h"
 #endif
 #include "pytorch/bindings/jit.h"
@@ -44,9 +44,10 @@ void bind(py::Module m) {
       m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/design/score_mod.md."));
   fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/design/jit.md."));
 #ifdef FUSEGRAD_WITH_CUDA
-  m.def("force_loss_limits", &fusegrad::cuda::force_limits, py::arg("cluster"), py::arg("shared_bytes"),
-        "For tests and benchmarks: launch the losses' CUDA kernels as on a GPU with at most so many CTAs a cluster and "
-        "bytes of shared memory a CTA, such as 1 and 101376 of sm_86 and sm_89; 0: this GPU's own.");
+  m.def("force_limits", &fusegrad::cuda::force_limits, py::arg("cluster"), py::arg("shared_bytes"),
+        "For tests and benchmarks: plan and launch CUDA kernels as on a GPU with at most so many CTAs a cluster, which "
+        "losses alone have, and bytes of shared memory a CTA, such as 1 and 101376 of sm_86, sm_89 and sm_120; 0: this "
+        "GPU's own.");
   fusegrad::cuda::bind(
       m.submodule("flex", "The CUDA kernels of flex attention, without a GPU: see docs/flex_attention.md."));
 #endif

@@ -314,9 +314,6 @@ void bind(py::Module m) {
   m.def(
       "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
       "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
-  m.def("force_shared_limit", &force_flex_shared_limit, py::arg("bytes"),
-        "For tests and benchmarks: plan as on a GPU with at most so many bytes of shared memory a CTA, such as 101376 "
-        "of sm_86, sm_89 and sm_120; 0: this GPU's own.");
   m.def(
       "force_segment_keys", &force_segment_keys, py::arg("keys"),
       "For tests and benchmarks: batch_invariant's segments have so many keys, a multiple of 128; 0: the usual ones.");

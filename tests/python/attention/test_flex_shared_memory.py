@@ -102,9 +102,9 @@ def test_a_smaller_limit_plans_as_a_smaller_gpu() -> None:
         return _C.flex.call_plan(fields, architecture, 84)[0]
 
     usual = tiles("90")
-    _C.flex.force_shared_limit(99 << 10)
+    _C.force_limits(0, 99 << 10)
     try:
         assert tiles("90") == tiles("86") != usual
     finally:
-        _C.flex.force_shared_limit(0)
+        _C.force_limits(0, 0)
     assert tiles("90") == usual

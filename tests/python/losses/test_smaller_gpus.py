@@ -21,9 +21,9 @@ CLASSES = (8200, 33001, 50257, 128256)
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
-    _C.force_loss_limits(*GPUS[request.param])
+    _C.force_limits(*GPUS[request.param])
     yield request.param
-    _C.force_loss_limits(0, 0)
+    _C.force_limits(0, 0)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -57,7 +57,7 @@ def test_limits_hold(gpu: str) -> None:
     """A row's sums in another order than on the GPU itself: the limits reach the kernels."""
     student, teacher = (torch.randn(8, 128256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     forced = fusegrad.jsd(student, teacher, reduction="none")
-    _C.force_loss_limits(0, 0)
+    _C.force_limits(0, 0)
     usual = fusegrad.jsd(student, teacher, reduction="none")
     assert torch.allclose(forced, usual, rtol=1e-4)
     if torch.cuda.get_device_capability() == (9, 0) and gpu != "sm_120":

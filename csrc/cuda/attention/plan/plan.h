@@ -57,8 +57,8 @@ bool reads_pairs(const FlexMod& mod);
 /// For tests.
 void force_flex_family(std::optional<FlexFamily> family);
 bool flex_family_is_forced();
-/// For tests and benchmarks: a smaller shared memory than the GPU's, such as 99 KiB of sm_89; 0: the GPU's own.
-void force_flex_shared_limit(int bytes);
+/// For tests and benchmarks: forced_limits() of the kernels of attention and of the losses.
+void force_limits(int cluster, int shared_bytes);
 /// What a launch asks for where the limit is forced: as many CTAs run on a multiprocessor as there would.
 int flex_launched_bytes(int bytes, int capability);
 bool flex_shared_limit_is_forced();

@@ -15,7 +15,6 @@ namespace {
 
 std::atomic<std::optional<FlexFamily>> forced{};
 std::atomic<uint64_t> changes{0};
-std::atomic<int> forced_limit{0};
 
 }  // namespace
 
@@ -103,20 +102,21 @@ int bytes_of_multiprocessor(int capability) {
 }  // namespace
 
 int flex_shared_limit(int capability) {
-  const int own = bytes_of_multiprocessor(capability) - kReserved, limit = forced_limit;
+  const int own = bytes_of_multiprocessor(capability) - kReserved, limit = forced_limits().shared_bytes;
   return limit > 0 ? std::min(limit, own) : own;
 }
 int flex_launched_bytes(int bytes, int capability) {
   constexpr int kBesides = 2 * kReserved;  // what a kernel declares is less than as much again
-  const int limit = forced_limit;
+  const int limit = forced_limits().shared_bytes;
   if (limit == 0) return bytes;
   return bytes_for_as_many(bytes, limit + kReserved, bytes_of_multiprocessor(capability), kBesides);
 }
-void force_flex_shared_limit(int bytes) {
-  forced_limit = bytes;
+void force_limits(int cluster, int shared_bytes) {
+  forced_limits().cluster = cluster;
+  forced_limits().shared_bytes = shared_bytes;
   count_forced();
 }
-bool flex_shared_limit_is_forced() { return forced_limit > 0; }
+bool flex_shared_limit_is_forced() { return forced_limits().shared_bytes > 0; }
 
 void count_forced() { ++changes; }
 uint64_t forced_changes() { return changes; }
