@@ -42,11 +42,10 @@ bool floats_by_maps(const FlexCase& c) {
 // else both share 64 keys.
 std::vector<FlexTile> hopper_backward(const FlexCase& c) {
   if (!fits_hopper_backward(c)) {
-    if (auto own = backward_tall_tile(c); own && c.tall && !c.max_gradient && c.grad_key && c.grad_value) {
-      std::vector<FlexTile> found{*own};
-      own->hopper().query_stages = 3;
-      found.insert(found.begin(), *own);
-      return found;
+    if (const auto own = backward_tall_tile(c); own && c.tall && !c.max_gradient && c.grad_key && c.grad_value) {
+      FlexTile more = *own;
+      more.hopper().query_stages = 3;
+      return {more, *own};
     }
     return {{64, 64, 12, 2, false, HopperTile{.query_stages = 2}}};
   }
@@ -99,9 +98,7 @@ namespace {
 constexpr int kStaying = 3;
 
 // Where keys are shared, dQ is left to a kernel of its own.
-bool adds_grad_query(const FlexCase& c, const FlexTile& t) {
-  return c.grad_query && (!t.is_hopper() || fits_hopper_backward(c) || sums_wide_query(c));
-}
+bool adds_grad_query(const FlexCase& c, const FlexTile& t) { return c.grad_query && !keys_shared(c, t); }
 bool stores_boxes(const FlexCase& c, const FlexTile& t) {
   return t.is_hopper() && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) && fits_hopper_backward(c) &&
          (c.score_mod.text.empty() || t.hopper().key_stages == 2);
@@ -149,7 +146,7 @@ int shared_bytes(const FlexCase& c, const FlexTile& t) {
       .bytes();
 }
 
-// As of sm_86, sm_89 and sm_120: a multiprocessor has room for one CTA.
+// Whether a multiprocessor has room for one CTA alone, as those of sm_86, sm_89 and sm_120.
 bool has_small_shared(const std::string& architecture) {
   constexpr int kSmall = 100 << 10;
   return flex_shared_limit(std::stoi(architecture)) < kSmall;
@@ -407,7 +404,7 @@ bool sums_wide_query(const FlexCase& c) {
 // Sums go through memory three times: with few keys that takes longer than to compute scores again.
 bool pays_sums_wide(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs) {
   constexpr double kLeast = 768;
-  return !fits_hopper_backward(c) && share_of_pairs() * static_cast<double>(shape.keys) >= kLeast;
+  return c.tall && !fits_hopper_backward(c) && share_of_pairs() * static_cast<double>(shape.keys) >= kLeast;
 }
 
 // It needs as many heads as keep the CTAs busy. Each reads a head's queries for every tile of keys, and adds to their

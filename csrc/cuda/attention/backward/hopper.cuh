@@ -61,8 +61,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // where their number is odd. Where the head is one chunk, each warpgroup has its part of the queries; upright they
   // lie as queries do, 64 of them, where many of the 64 would be no columns.
   static constexpr bool kRowsShared = Config::kHead <= 64, kNarrow = Config::kNarrow, kUpright = Config::kUpright;
-  static constexpr int kChunks = kRowsShared ? 1 : (chunks_of(Config::kHead) + 1) / Config::kGroups;
-  static constexpr bool kUneven = !kRowsShared && chunks_of(Config::kHead) % Config::kGroups != 0;
+  static constexpr int kChunks = Tiles::kFirstChunks;
+  static constexpr bool kUneven = !kRowsShared && Tiles::kQueryChunks % Config::kGroups != 0;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1);
   static constexpr int kBlocksQ = (kUpright ? Config::kHead : kSumRows) / 8;
   static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float));

@@ -54,6 +54,9 @@ class FlexBackwardHopperTiles {
                           Config::kMaps>;
   static constexpr bool kBoxes = Boxes::kBytes > 0;
   static_assert(kBoxes == (Config::kReadStages > 0) && !(kBoxes && !kOwnKeys));
+  // Chunks of columns of dQ, and how many of them the first warpgroup makes.
+  static constexpr int kQueryChunks = chunks_of(Config::kHead);
+  static constexpr int kFirstChunks = (kQueryChunks + Config::kGroups - 1) / Config::kGroups;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kWords = Config::kDropout ? Config::kRows / 64 : 1;
   static constexpr int kRowBytes = Config::kNarrow ? kNarrowBytes : kChunkBytes;  // of queries, keys and values
@@ -180,10 +183,9 @@ class FlexBackwardHopperTiles {
     return shared_ + kMemory.grad_scores.offset + s * kMemory.grad_scores.piece;
   }
   __device__ __forceinline__ unsigned sum(int group) const {
-    constexpr int kChunks = chunks_of(Config::kHead), kFirst = (kChunks + Config::kGroups - 1) / Config::kGroups;
     constexpr int kBytes = kMemory.grad_query.piece;
-    return shared_ + kMemory.grad_query.offset +
-           group * (kChunks == 1 ? kBytes / Config::kGroups : kBytes / kChunks * kFirst);
+    constexpr int kFirst = kQueryChunks == 1 ? kBytes / Config::kGroups : kBytes / kQueryChunks * kFirstChunks;
+    return shared_ + kMemory.grad_query.offset + group * kFirst;
   }
   __device__ __forceinline__ unsigned rows(int s) const {
     return shared_ + kMemory.rows.offset + s * kMemory.rows.piece;
