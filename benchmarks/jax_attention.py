@@ -38,6 +38,7 @@ OP = "jax_attention"
 STEPS = 2  # within a program; XLA compiles each of them
 SHORT_STEPS = 4  # of rows whose step takes less time than the host takes for a program
 CALLS = 8  # of a program, one enqueued behind the other
+REST_S = 0.05  # before a measurement: after a tenth of a second of products an H200 lowers its clock by a tenth
 MOST_S = 0.3  # of a program in a round: slow peers have fewer calls and repetitions
 Result = dict[str, Any]
 Step = Callable[..., Any]
@@ -272,6 +273,7 @@ def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: O
 
     def seconds(name: str) -> float:
         program, arguments, calls = works[name]
+        time.sleep(REST_S)
         started = time.perf_counter()
         jax.block_until_ready([program(*arguments) for _ in range(calls)])
         return time.perf_counter() - started

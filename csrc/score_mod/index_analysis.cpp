@@ -365,6 +365,46 @@ bool reads_by_groups(const Graph& graph, NodeId load) {
   return groups && batch_groups(graph, graph[load].operands, dependences(graph)) == groups;
 }
 
+bool allows_between_corners(const Graph& mask_mod) {
+  const auto dependence = dependences(mask_mod);
+  constexpr VariableSet kUneven = kPairSet | set_of(kVarLane) | set_of(kVarAxis);
+  const auto integer = [&](NodeId id) { return mask_mod[id].type == Type::kInt; };
+  const auto even = [&](NodeId id) { return integer(id) && (dependence[id].rest & kUneven) == 0; };
+  const auto constant = [&](NodeId id) { return even(id) && (dependence[id].on() & kPairSet) == 0; };
+  // |x| below a bound holds between the corners, too.
+  const auto below = [&](NodeId low, NodeId high) {
+    const Node& node = mask_mod[low];
+    return node.op == Op::kAbs && even(node.operands[0]) && constant(high);
+  };
+  std::vector<NodeId> open{mask_mod.result()};
+  while (!open.empty()) {
+    const NodeId id = open.back();
+    const Node& node = mask_mod[id];
+    open.pop_back();
+    const auto operand = [&](size_t i) { return node.operands[i]; };
+    switch (node.op) {
+      case Op::kAnd:
+        if (node.type != Type::kBool) return false;
+        open.insert(open.end(), node.operands.begin(), node.operands.end());
+        continue;
+      case Op::kEq:
+      case Op::kLt:
+      case Op::kLe:
+      case Op::kGt:
+      case Op::kGe: {
+        const bool rising = node.op == Op::kLt || node.op == Op::kLe;
+        if (even(operand(0)) && even(operand(1))) continue;
+        if (node.op != Op::kEq && (rising ? below(operand(0), operand(1)) : below(operand(1), operand(0)))) continue;
+        return false;
+      }
+      default:
+        // The same for all pairs of a head.
+        if ((dependence[id].on() & kUneven) != 0) return false;
+    }
+  }
+  return true;
+}
+
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals) {
   VariableSet known = 0;

@@ -104,6 +104,10 @@ std::optional<BatchGroups> batch_groups(const Graph& graph);
 /// Whether these are the groups of a load's place.
 bool reads_by_groups(const Graph& graph, NodeId load);
 
+/// Whether a mask_mod is known to allow all pairs between queries and keys of which it allows the corners: comparisons
+/// of numbers that grow evenly with q_idx and kv_idx, all of which must hold. False where nothing is known.
+bool allows_between_corners(const Graph& mask_mod);
+
 /// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals);

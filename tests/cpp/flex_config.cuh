@@ -159,8 +159,9 @@ struct FewBoxesConfig : FewConfig {
 struct HopperConfig : Config {
   static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
   static constexpr int kQueryStages = 2, kKeyStages = 1, kParts = 1;
-  static constexpr bool kMaskAlone = false, kFirstMaximum = true, kSeamless = false, kStoresBoxes = false,
-                        kOwnPlaces = false, kOrdered = false, kWhole = false, kStoresFirst = false;
+  static constexpr bool kMaskAlone = false, kCornersTell = false, kFirstMaximum = true, kSeamless = false,
+                        kStoresBoxes = false, kOwnPlaces = false, kOrdered = false, kWhole = false,
+                        kStoresFirst = false;
   static constexpr int kReadStages = 2, kMaps = 0, kLineBytes = 4096;
 };
 struct SegmentsConfig : Config {

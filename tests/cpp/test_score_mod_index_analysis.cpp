@@ -81,5 +81,24 @@ TEST(IndexedBy, NamesDimensionsWhereIntegersAreIndicesAlone) {
   EXPECT_EQ(indexed("return score\n"), Found());
 }
 
+TEST(AllowsBetweenCorners, HoldsForConvexMasksAlone) {
+  const auto holds = [](const std::string& body) { return allows_between_corners(parse("mask_mod 1\n" + body)); };
+  EXPECT_TRUE(holds("%0 = ge q_idx kv_idx\nreturn %0\n"));
+  EXPECT_TRUE(holds("%0 = ge q_idx kv_idx\n%1 = sub q_idx kv_idx\n%2 = lt %1 100\n%3 = and %0 %2\nreturn %3\n"));
+  EXPECT_TRUE(holds("%0 = mul h 3\n%1 = add kv_idx %0\n%2 = mul q_idx 2\n%3 = le %1 %2\nreturn %3\n"));
+  EXPECT_TRUE(holds("%0 = sub q_idx kv_idx\n%1 = abs %0\n%2 = gt 70 %1\nreturn %2\n"));
+  EXPECT_TRUE(holds("%0 = eq q_idx kv_idx\nreturn %0\n"));
+  EXPECT_TRUE(holds("%0 = mod b 2\n%1 = ne %0 0\nreturn %1\n"));
+  // Not the outside of a band, two halves, steps, or what a buffer says.
+  EXPECT_FALSE(holds("%0 = sub q_idx kv_idx\n%1 = abs %0\n%2 = lt 70 %1\nreturn %2\n"));
+  EXPECT_FALSE(holds("%0 = ge q_idx kv_idx\n%1 = lt kv_idx 4\n%2 = or %0 %1\nreturn %2\n"));
+  EXPECT_FALSE(holds("%0 = ne q_idx kv_idx\nreturn %0\n"));
+  EXPECT_FALSE(holds("%0 = ge q_idx kv_idx\n%1 = not %0\nreturn %1\n"));
+  EXPECT_FALSE(holds("%0 = floor_div q_idx 128\n%1 = floor_div kv_idx 128\n%2 = eq %0 %1\nreturn %2\n"));
+  EXPECT_FALSE(holds("%0 = mul q_idx kv_idx\n%1 = lt %0 100\nreturn %1\n"));
+  EXPECT_FALSE(holds("buffer @0 i64 1\n%0 = load @0 q_idx\n%1 = ge %0 kv_idx\nreturn %1\n"));
+  EXPECT_FALSE(holds("%0 = sub q_idx kv_idx\n%1 = abs %0\n%2 = lt %1 kv_idx\nreturn %2\n"));
+}
+
 }  // namespace
 }  // namespace fusegrad::score_mod

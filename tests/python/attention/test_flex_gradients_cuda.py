@@ -295,6 +295,8 @@ def test_pairs_beyond_a_bias_read_nan(batched: bool) -> None:
 @pytest.mark.parametrize("size", [48, 64])
 def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool) -> None:
     """Where nothing is forced, some biases of pairs take one family's forward and the other one's backward."""
+    if os.environ.get("FUSEGRAD_TEST_SHARED_KIB"):
+        pytest.skip("the kernels for Hopper need more shared memory")
     _C.flex.force_family("")
     given = [*inputs(3, 4, 136, 264, size, hkv=2), torch.randn(3, 4, 136, 264, requires_grad=True)]
     upstream = torch.randn_like(given[0])

@@ -230,7 +230,7 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
   f.key_splits = false;
   f.whole = c.whole && f.grad_query && c.grad_key && c.grad_value && f.stores_boxes && f.tile.hopper().key_stages == 2;
   f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
-  // Beside tall tiles the warps that add have too few registers for it.
+  // Beside tall tiles it costs more than zeros.
   f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
   f.upright = f.narrow || (f.hopper() && f.grad_query && !f.whole && f.tile.rows == 128 && f.head <= 48);
   add_gradient_facts(c, f);
@@ -393,9 +393,10 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
   if (tile->rows == 144)
     return 11 * shape.group() * tiles_in(queries, 144) + 8 <= 10 * shape.group() * tiles_in(queries, 128);
   if (!mask) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
-  constexpr int64_t kLeast = 1536;
-  if (queries < kLeast || !plan_lists(*tile, /*by_key=*/true, shape, *mask).direct) return false;
-  return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= kLeast;
+  // Queries a key from which fewer steps make up for sums that begin as zeros.
+  const int64_t least = c.head_size <= 96 ? 1024 : 1152;
+  if (queries < least || !plan_lists(*tile, /*by_key=*/true, shape, *mask).direct) return false;
+  return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= static_cast<double>(least);
 }
 
 bool sums_wide_query(const FlexCase& c) {

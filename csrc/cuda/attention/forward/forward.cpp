@@ -350,6 +350,7 @@ void hopper_result_config(const FlexCase& c, const KernelFacts& f, ConfigText& t
   text.number("kParts", own.parts);
   text.choice("kKeySplits", f.key_splits);
   text.choice("kMaskAlone", masks_alone(c));
+  text.choice("kCornersTell", corners_tell(c, f.tile));
   text.choice("kBoxes", f.tile.boxes);
   text.number("kReadStages", own.read_stages);
   text.number("kMaps", own.maps);

@@ -11,6 +11,7 @@
 //   kQueryStages               tiles of queries, 1 or 2: with 2, a warpgroup that is ahead stays ahead between queries
 //   kParts                     1, or kGroups: each warpgroup's queries have a kind of tile of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
+//   kCornersTell               a partial tile is whole where the mask_mod allows its corners
 //   kSeamless                  the first scores of the next queries run beside the last output, which is stored
 //                              meanwhile; two or three warpgroups ping-pong by turns
 //   kFirstMaximum              exponentials are relative to a row's first maximum, and no other is looked for until a

@@ -177,8 +177,9 @@ class FlexForwardHopperTiles {
         if (i < w.tiles) {
           const int stage = tiles.stage();
           col = Entry::column(now) * Config::kCols;
+          const int told = with_whole_parts(now, w);  // while the stage is not yet free
           Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
-          if constexpr (kEntries) asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now) : "memory");
+          if constexpr (kEntries) asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(told) : "memory");
           copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head, key_batch);
           if constexpr (Operands::kKey > 1) {
             copy_tile<Config::kCols, Config::kHead>(key(stage) + kMemory.key.piece / 2, more_.key_tangent,
@@ -288,6 +289,24 @@ class FlexForwardHopperTiles {
       }
     }
     return w;
+  }
+  /// A list's word as consumers get it: partial where the mask_mod leaves pairs out, not because queries end in the
+  /// block.
+  __device__ __forceinline__ int with_whole_parts(int word, const Work& w) const {
+    if constexpr (Config::kCornersTell) {
+      constexpr int kPartRows = Config::kRows / Config::kParts;
+      static_assert(kTileFull == 0);
+      const int col = Entry::column(word) * Config::kCols, last_col = min(col + Config::kCols, a_.keys) - 1;
+#pragma unroll 1  // registers
+      for (int part = 0; part < Config::kParts; ++part) {
+        const int row = (w.row & ~Work::kSkips) + part * kPartRows, last = min(row + kPartRows, a_.queries) - 1;
+        const auto takes = [&](int q, int kv) { return MaskMod::apply(mask_, Work::batch(w.b), w.h, q, kv, true); };
+        if (Entry::kind(word, part) == kTilePartial && last >= row && takes(row, col) && takes(row, last_col) &&
+            takes(last, col) && takes(last, last_col))
+          word &= ~(3 << 2 * part);
+      }
+    }
+    return word;
   }
   __device__ __forceinline__ void tell(const Work& w, Works& works) const {
     Barrier::wait(work_empty(works.stage()), works.parity() ^ 1);

@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "cuda/attention/device/shared_memory.cuh"
+#include "score_mod/cache.h"
+#include "score_mod/index_analysis.h"
 
 namespace fusegrad::cuda {
 
@@ -16,6 +18,10 @@ bool mixed(const FlexCase& c, const FlexTile& t) {
   return c.blocks && (c.block_size[0] % (t.rows / t.parts()) != 0 || c.block_size[1] % t.cols != 0);
 }
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
+bool corners_tell(const FlexCase& c, const FlexTile& t) {
+  if (!c.blocks || mixed(c, t) || c.mask_mod.text.empty() || !c.mask_mod.dtypes.empty()) return false;
+  return score_mod::allows_between_corners(*score_mod::cached_graph(c.mask_mod.text));
+}
 
 bool has_derivative(const FlexCase& c) {
   const bool results = c.kernel == FlexKernel::kForward || c.kernel == FlexKernel::kTangents ||

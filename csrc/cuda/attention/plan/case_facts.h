@@ -15,6 +15,9 @@ int value_cols(const FlexCase& c, int multiple = kCols);
 bool mixed(const FlexCase& c, const FlexTile& t);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
+/// Whether a partial tile is whole where the mask_mod allows its corners: it reads no buffer, allows all pairs between
+/// pairs that it allows, and decides alone about a tile's pairs.
+bool corners_tell(const FlexCase& c, const FlexTile& t);
 bool has_derivative(const FlexCase& c);
 /// float32: whether products are made of six in TF32.
 bool splits_products(const FlexCase& c);
