@@ -22,6 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import fusegrad
 import pytest
 import torch
+from flex_limits import SHARED_KIB
 from fusegrad import _C
 from support import DEVICES, FLEX_FAMILIES
 
@@ -111,9 +112,7 @@ def family_forced(family: str) -> Iterator[None]:
         yield
         return
     _C.flex.force_family(family)
-    # FUSEGRAD_TEST_SHARED_KIB=99: as on a GPU with so much shared memory a CTA, in the portable family.
-    kib = int(os.environ.get("FUSEGRAD_TEST_SHARED_KIB", "0")) if family == "portable" else 0
-    _C.force_limits(0, kib << 10)
+    _C.force_limits(0, SHARED_KIB << 10 if family == "portable" else 0)
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 
 import fusegrad
@@ -13,6 +12,7 @@ import torch
 from attention_reference import dense, one_by_one
 from coverings import pairs_of, rows_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
+from flex_limits import NEEDS_HOPPER
 from fusegrad import _C, flex_attention
 from green_context import stream_of
 from support import deterministic_algorithms
@@ -291,12 +291,11 @@ def test_pairs_beyond_a_bias_read_nan(batched: bool) -> None:
         assert torch.equal(out.isnan().any(-1), expected.expand(2, 3, 512))
 
 
+@NEEDS_HOPPER
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("size", [48, 64])
 def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool) -> None:
     """Where nothing is forced, some biases of pairs take one family's forward and the other one's backward."""
-    if os.environ.get("FUSEGRAD_TEST_SHARED_KIB"):
-        pytest.skip("the kernels for Hopper need more shared memory")
     _C.flex.force_family("")
     given = [*inputs(3, 4, 136, 264, size, hkv=2), torch.randn(3, 4, 136, 264, requires_grad=True)]
     upstream = torch.randn_like(given[0])
@@ -311,11 +310,10 @@ def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool
         assert relative(ours, truth) <= 1e-2
 
 
+@NEEDS_HOPPER
 @pytest.mark.parametrize("size", [24, 48, 64])
 def test_the_gradient_of_max_scores_takes_one_family(size: int) -> None:
     """It goes to the scores that equal the forward's to the bit."""
-    if os.environ.get("FUSEGRAD_TEST_SHARED_KIB"):
-        pytest.skip("the kernels for Hopper need more shared memory")
     _C.flex.force_family("")
     given = [*inputs(3, 4, 136, 264, size), torch.randn(3, 4, 136, 264, requires_grad=True)]
     _, aux = flex_attention(

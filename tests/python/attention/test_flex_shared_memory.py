@@ -8,6 +8,7 @@ import pytest
 import score_mods
 import torch
 from coverings import rows_of
+from flex_limits import too_large
 from fusegrad import _C, trace_mask_mod, trace_score_mod
 from fusegrad.compile import _captured
 from needs import needs_flex_compiler
@@ -18,17 +19,6 @@ B, H, S = 2, 4, 333
 SIZES = [(16, 16), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (64, 512), (512, 512), (576, 512)]
 # Larger ones have second derivatives of formulas.
 MOST_OF_PAIR_TANGENTS = {"bfloat16": 256, "float32": 128}
-
-
-def too_large(architecture: str, dtype: str, sizes: tuple[int, int], direction: str, deterministic: bool) -> bool:
-    """Where no tile fits: wide heads keep whole rows of queries and keys in shared memory."""
-    if max(sizes) <= 256 or architecture == "90a":
-        return False
-    if architecture == "80":
-        return dtype == "float32" and sizes[0] >= 512 and deterministic
-    if dtype == "bfloat16":
-        return sizes[0] > 512 and deterministic
-    return deterministic or (sizes[0] >= 512 and direction != "forward")
 
 
 @rows_of("case", score_mods.CASES, tests=4)
