@@ -75,10 +75,10 @@ struct FlexArguments {
 };
 
 /// out [B, H, M, E]; lse, max_scores and max_ties (how many scores of a row equal the largest) [B, H, M] acc,
-/// contiguous. out_low is what rounding took from out, as a tensor like it: the backward's sum of grad_out * out is
-/// subtracted from numbers that may equal it but for a few places, so that rounding out to 16 bits would be its largest
-/// error by far. lse_low [B, H, M] is what rounding took from lse: lse + lse_low is right to rounding of exp(s - lse)
-/// for scores of any size.
+/// contiguous. out_low is what rounding took from out of 16 bits, as int8 in the units of attention/low_part.h and with
+/// out's strides' order: the backward's sum of grad_out * out is subtracted from numbers that may equal it but for a
+/// few places, so that rounding out to 16 bits would be its largest error by far. lse_low [B, H, M] is what rounding
+/// took from lse: lse + lse_low is right to rounding of exp(s - lse) for scores of any size.
 struct FlexResults {
   TensorView out, out_low;                                                              ///< out_low may be none
   void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr, *lse_low = nullptr;  ///< all but lse may be null

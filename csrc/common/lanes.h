@@ -169,6 +169,8 @@ void with_type(DType dtype, Function&& function) {
       return function(c10::Half{});
     case DType::kFloat64:
       return function(double{});
+    case DType::kInt8:
+      break;
   }
 }
 

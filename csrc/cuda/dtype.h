@@ -19,6 +19,7 @@ void with_type(DType dtype, Function&& function) {
     case DType::kFloat16:
       return function(TypeTag<__half>{});
     case DType::kFloat64:
+    case DType::kInt8:
       break;
   }
   fail<std::invalid_argument>("fusegrad: float64 has no CUDA kernels");

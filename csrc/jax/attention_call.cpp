@@ -78,10 +78,10 @@ FlexCallOf::FlexCallOf(const FlexAttributes& attributes, FlexArrays& arguments, 
   }
 }
 
-TensorView FlexCallOf::view(const FlexArray& array) const {
+TensorView FlexCallOf::view(const FlexArray& array, std::optional<DType> dtype) const {
   FUSEGRAD_CHECK(ValueError, array.sizes.size() == 4, "flex_attention: tensors must have four dimensions");
   const auto& n = array.sizes;
-  TensorView view{array.data, tensor_type(array.dtype), {n[0], n[1], n[2], n[3]}, {}};
+  TensorView view{array.data, dtype ? *dtype : tensor_type(array.dtype), {n[0], n[1], n[2], n[3]}, {}};
   if (attributes_.bshd) {
     view.sizes = {n[0], n[2], n[1], n[3]};
     view.strides = {n[1] * n[2] * n[3], n[3], n[2] * n[3], 1};
@@ -123,7 +123,7 @@ FlexForwardOf::FlexForwardOf(const FlexAttributes& attributes, FlexArrays& argum
     r.max_ties = results.next().data;
   }
   if (attributes.low) {
-    if (rounds()) r.out_low = view(results.next());
+    if (rounds()) r.out_low = view(results.next(), DType::kInt8);
     r.lse_low = results.next().data;
   }
   call.of = of_;
@@ -134,7 +134,7 @@ FlexBackwardOf::FlexBackwardOf(const FlexAttributes& attributes, FlexArrays& arg
   FlexResults& saved = call.saved;
   saved.out = view(arguments.next());
   saved.lse = arguments.next().data;
-  if (rounds()) saved.out_low = view(arguments.next());
+  if (rounds()) saved.out_low = view(arguments.next(), DType::kInt8);
   saved.lse_low = arguments.next().data;
   if (attributes.max_scores) {
     saved.max_scores = arguments.next().data;

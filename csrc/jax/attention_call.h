@@ -60,7 +60,7 @@ class FlexCallOf {
  protected:
   FlexCallOf(const FlexAttributes& attributes, FlexArrays& arguments, bool cpu);
 
-  TensorView view(const FlexArray& array) const;
+  TensorView view(const FlexArray& array, std::optional<DType> dtype = {}) const;
   std::span<const int64_t> wanted_buffers() const { return attributes_.wanted.subspan(3); }
   bool rounds() const;  ///< whether the tensors have 16 bits
 

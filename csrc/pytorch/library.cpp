@@ -102,8 +102,9 @@ TORCH_LIBRARY(fusegrad, m) {
   // lse and max_scores are [B, H, M] acc and differentiable; max_scores is empty unless `aux` asks for it, see
   // FlexAuxBit.
   define<FlexAttentionCall>(m, "flex_attention", "(Tensor out, Tensor lse, Tensor max_scores)");
-  // `max_ties` [B, H, M]: how many scores of a row equal the largest. `out_low`: what rounding took from out, in out's
-  // dtype, of 16 bits alone. `lse_low` [B, H, M] acc: what it took from lse. Both are empty unless `aux` asks for them.
+  // `max_ties` [B, H, M]: how many scores of a row equal the largest. `out_low`: what rounding took from out of 16
+  // bits, int8 (attention/low_part.h). `lse_low` [B, H, M] acc: what it took from lse. Both are empty unless `aux` asks
+  // for them.
   define<FlexForward>(m, "flex_attention_forward",
                       "(Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low, Tensor lse_low)");
   define<FlexBackward>(m, "flex_attention_backward",

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention_composite import Call, Tensors
+from ._attention_low import with_low
 from ._score_mod_torch import Values, adds_reads, evaluate_reads
 
 __all__ = ["MOST_HEAD", "second_derivatives", "takes"]
@@ -103,7 +104,7 @@ def _second(
         moved = [torch.zeros_like(query), None, None]
     out, lse, out_low, lse_low = outputs
     # The sum of out with grad_out is subtracted from numbers that are close to it: rounding would be the largest error.
-    exact = out + out_low.float() if out_low.numel() > 0 else out
+    exact = with_low(out, out_low) if out_low.numel() > 0 else out
     _, _, of_out, of_lse, *_ = ops.flex_attention_jvp(
         query, key, value, *moved, list(captured.moving), list(captured.moving.values()), *scoring, 0
     )

@@ -462,6 +462,17 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x] = d[0] + d[3] + advanced(descriptor(tile, 16), step_bytes<64>(5));\n"
      "#endif",
      40, false, 128},
+    {"cuda/device/low_part.cuh",
+     "using namespace fusegrad::device;\n"
+     "const FlexTensor& t = *(const FlexTensor*)in;\n"
+     "const float factor[2] = {in[0], in[1]};\n"
+     "float x[6][4];\n"
+     "for (int n = 0; n < 6; ++n)\n"
+     "  for (int e = 0; e < 4; ++e) x[n][e] = in[4 * n + e];\n"
+     "store_low_rows<BFloat16>(t, 1, 2, 3, 40, 48, x, factor);\n"
+     "store_low_rows<Float16>(t, 1, 2, 3, 40, 47, x, factor);\n"
+     "store_low<Float16>((signed char*)out, in[2]);",
+     64},
     {"cuda/device/mma.cuh",
      "using namespace fusegrad::device;\n"
      "using Rows = Tile<BFloat16, 16, 32>;\n"

@@ -1,5 +1,6 @@
 // The vectorised loops of attention. This file is compiled once per instruction set, with CPU_CAPABILITY set.
 #include "attention/cpu/attention_kernels.h"
+#include "attention/low_part.h"
 
 #include <algorithm>
 
@@ -129,11 +130,14 @@ void unpack_low(const Matrix& low, const Matrix& out, const T* in, int64_t strid
                 const T* factor) {
   with_stored_type<T>(out.dtype, [&](auto zero) {
     using S = decltype(zero);
-    for (int64_t r = 0; r < rows; ++r) {
-      S* l = static_cast<S*>(low.data) + r * low.row_stride;
-      const S* o = row_of<T, S>(out, r);
-      for (int64_t c = 0; c < cols; ++c) {
-        l[c * low.col_stride] = static_cast<S>(in[r * stride + c] * factor[r] - static_cast<T>(o[c * out.col_stride]));
+    if constexpr (sizeof(S) == 2) {
+      for (int64_t r = 0; r < rows; ++r) {
+        int8_t* l = static_cast<int8_t*>(low.data) + r * low.row_stride;
+        const S* o = row_of<T, S>(out, r);
+        for (int64_t c = 0; c < cols; ++c) {
+          l[c * low.col_stride] = low_part(in[r * stride + c] * factor[r], static_cast<float>(o[c * out.col_stride]),
+                                           std::is_same_v<S, c10::BFloat16>);
+        }
       }
     }
   });
@@ -275,7 +279,7 @@ void add_max_gradient(T* grad, const ScoreTile<T>& tile, const T* max, const T* 
 }
 
 template <class T>
-void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t cols) {
+void row_dot(T* out, const Matrix& a, const Matrix& b, const Matrix& low, int64_t rows, int64_t cols) {
   constexpr int64_t kChunk = 256;
   T x[kChunk], y[kChunk];
   // A row's part where it lies, or in T in `to`.
@@ -301,6 +305,14 @@ void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t col
       const int64_t count = cols - begin < kChunk ? cols - begin : kChunk;
       const T* p = load(x, a, r, begin, count);
       const T* q = load(y, b, r, begin, count);
+      if constexpr (std::is_same_v<T, float>) {
+        if (low.data != nullptr) {  // b has 16 bits, and lies in y
+          const int8_t* l = row_of<T, int8_t>(low, r) + begin * low.col_stride;
+          const bool bfloat16 = b.dtype == DType::kBFloat16;
+          for (int64_t c = 0; c < count; ++c)
+            y[c] += static_cast<float>(l[c * low.col_stride]) * low_unit(y[c], bfloat16);
+        }
+      }
       int64_t c = 0;
       for (; c + kSums <= count; c += kSums) {
         for (int i = 0; i < kSums; ++i) sums[i] += static_cast<double>(p[c + i]) * static_cast<double>(q[c + i]);

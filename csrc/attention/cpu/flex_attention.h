@@ -41,6 +41,7 @@ struct HeadView {
         dtype(t.dtype),
         bytes(t.dtype == DType::kFloat64   ? 8
               : t.dtype == DType::kFloat32 ? 4
+              : t.dtype == DType::kInt8    ? 1
                                            : 2),
         batch_stride(t.sizes[0] == 1 ? 0 : t.strides[0]),
         head_stride(t.strides[1]),

@@ -105,16 +105,14 @@ void Backward<T>::row_values() {
     for (int64_t i = 0; i < rows; ++i) grad_max_.data()[i] = grad_max[i] / ties[i];
   }
   if (!grad_out_ || !wants_scores_) return;
-  std::vector<HeadView> parts{HeadView(call_.saved.out)};
-  if (call_.saved.out_low.data != nullptr) parts.emplace_back(call_.saved.out_low);
+  const HeadView out(call_.saved.out), out_low(call_.saved.out_low);
   parallel_for(p_.host, heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)), [&](int64_t begin, int64_t end) {
     const Scratch<T> dot(p_.queries);
     for (int64_t head = begin; head < end; ++head) {
       const int64_t b = head / p_.heads, h = head % p_.heads;
-      for (const auto& part : parts) {
-        p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries, p_.value_size);
-        p_.kernels.add(delta_.data() + head * p_.queries, dot.data(), p_.queries);
-      }
+      const Matrix low = out_low.data != nullptr ? out_low.at(b, h, 0) : Matrix{};
+      p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), out.at(b, h, 0), low, p_.queries, p_.value_size);
+      p_.kernels.add(delta_.data() + head * p_.queries, dot.data(), p_.queries);
     }
   });
 }

@@ -7,6 +7,7 @@
 // (kNarrowBytes), and its own swizzle.
 #pragma once
 
+#include "cuda/device/low_part.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/device/tensor.cuh"
 
@@ -344,22 +345,6 @@ __device__ __forceinline__ void store_pair(unsigned address, float first, float 
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
-/// Transposes four lanes' four words: lane i gets word i of all four.
-__device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool upper = (lane & bit) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & bit) != 0) continue;
-      const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + bit], bit);
-      words[i] = upper ? got : words[i];
-      words[i + bit] = upper ? words[i + bit] : got;
-    }
-  }
-}
-
 __device__ __forceinline__ void store_if(bool there, void* to, const unsigned (&words)[4]) {
   asm volatile(
       "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
@@ -367,11 +352,10 @@ __device__ __forceinline__ void store_if(bool there, void* to, const unsigned (&
       : "memory");
 }
 /// Stores a warp's 16 rows of accumulators to a [batch, head, row, column] tensor of `rows` rows and `cols` columns.
-/// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by. `low`: what
-/// rounding takes from them, where kLow.
-template <bool kLow, class T, int kBlocks>
+/// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by.
+template <class T, int kBlocks>
 __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, int first, int rows, int cols,
-                                           const float (&x)[kBlocks][4], const float (&factor)[2], bool low = kLow) {
+                                           const float (&x)[kBlocks][4], const float (&factor)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   T* head = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride;
   const bool vectors = to.col_stride == 1 && cols % 8 == 0 &&
@@ -384,14 +368,8 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
     constexpr int kFours = (kBlocks + 3) / 4;
     unsigned words[kFours][4] = {};
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-      float x0 = x[n][2 * r] * factor[r], x1 = x[n][2 * r + 1] * factor[r];
-      if constexpr (kLow) {
-        x0 = low ? x0 - rounded<T>(x0) : x0;
-        x1 = low ? x1 - rounded<T>(x1) : x1;
-      }
-      words[n / 4][n % 4] = pack(T{}, x0, x1);
-    }
+    for (int n = 0; n < kBlocks; ++n)
+      words[n / 4][n % 4] = pack(T{}, x[n][2 * r] * factor[r], x[n][2 * r + 1] * factor[r]);
 #pragma unroll
     for (int i = 0; i < kFours; ++i) transpose_in_fours(words[i]);
     const int first_col = lane % 4 * 8;

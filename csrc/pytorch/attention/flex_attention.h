@@ -29,11 +29,11 @@ struct FlexScores {
 };
 
 /// out [B, H, M, E], strides in the order of the query's; lse, max_scores and max_ties (how many scores of a row equal
-/// the largest) [B, H, M] acc, the latter two empty unless asked for. out_low is what rounding took from out, as a
-/// tensor like it: the backward's sum of grad_out * out is subtracted from numbers that may equal it but for a few
-/// places, so that rounding out to 16 bits would be its largest error by far. lse_low is what rounding took from lse:
-/// the backward's exp(s - lse) of a row whose scores lie near -1e9 needs lse to a few places after the point. Both are
-/// empty unless asked for, out_low also where out has more than 16 bits.
+/// the largest) [B, H, M] acc, the latter two empty unless asked for. out_low is what rounding took from out, as
+/// int8 (attention/low_part.h): the backward's sum of grad_out * out is subtracted from numbers that may equal it but
+/// for a few places, so that rounding out to 16 bits would be its largest error by far. lse_low is what rounding took
+/// from lse: the backward's exp(s - lse) of a row whose scores lie near -1e9 needs lse to a few places after the point.
+/// Both are empty unless asked for, out_low also where out has more than 16 bits.
 struct FlexOutputs {
   at::Tensor out, lse, max_scores, max_ties, out_low, lse_low;
 };

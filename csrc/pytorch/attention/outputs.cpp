@@ -8,7 +8,7 @@ namespace fusegrad {
 
 using at::Tensor;
 
-Tensor empty_attention_output(const Tensor& query, const Tensor& value) {
+Tensor empty_attention_output(const Tensor& query, const Tensor& value, at::ScalarType dtype) {
   // From the innermost dimension outwards; of equal strides the later dimension first.
   std::array<int64_t, 4> order{3, 2, 1, 0};
   const auto strides = query.sym_strides();
@@ -20,7 +20,7 @@ Tensor empty_attention_output(const Tensor& query, const Tensor& value) {
     out_strides[static_cast<size_t>(d)] = stride;
     stride = stride * sizes[static_cast<size_t>(d)];
   }
-  return at::empty_strided_symint(sizes, out_strides, query.options().requires_grad(false));
+  return at::empty_strided_symint(sizes, out_strides, query.options().dtype(dtype).requires_grad(false));
 }
 
 FlexOutputs empty_flex_outputs(const Tensor& query, const Tensor& value, int64_t aux) {
@@ -31,11 +31,11 @@ FlexOutputs empty_flex_outputs(const Tensor& query, const Tensor& value, int64_t
   const auto wanted = [&](bool is) { return is ? row_values() : at::empty({0}, acc); };
   const bool max_scores = (aux & kFlexMaxScores) != 0, low = (aux & kFlexLow) != 0;
   const bool rounds = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
-  return {empty_attention_output(query, value),
+  return {empty_attention_output(query, value, query.scalar_type()),
           row_values(),
           wanted(max_scores),
           wanted(max_scores),
-          low && rounds ? empty_attention_output(query, value) : at::empty({0}, query.options().requires_grad(false)),
+          low && rounds ? empty_attention_output(query, value, at::kChar) : at::empty({0}, acc.dtype(at::kChar)),
           wanted(low)};
 }
 

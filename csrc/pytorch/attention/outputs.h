@@ -8,7 +8,7 @@ namespace fusegrad {
 
 /// [B, H, M, E] with dimensions in the order of the query's strides, the last one dense, as PyTorch's flex_attention
 /// returns it.
-at::Tensor empty_attention_output(const at::Tensor& query, const at::Tensor& value);
+at::Tensor empty_attention_output(const at::Tensor& query, const at::Tensor& value, at::ScalarType dtype);
 
 /// The outputs of the forward.
 FlexOutputs empty_flex_outputs(const at::Tensor& query, const at::Tensor& value, int64_t aux);

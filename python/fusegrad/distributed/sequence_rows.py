@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._attention_low import with_low
 from .gradients import acc_of
 from .sequence_masks import Piece
 from .sequence_ranges import Ranges, joined, within
@@ -91,9 +92,7 @@ def _empty(t: Tensors, max_scores: bool) -> Results:
 
 def merged(sums: Results | None, part: Results) -> Results:
     """Results over some keys, of which `sums` has its output in float32 or wider, with those over further keys."""
-    wide = part.out.to(acc_of(part.out.dtype), copy=True)
-    if part.low.numel():
-        wide += part.low
+    wide = with_low(part.out, part.low) if part.low.numel() else part.out.to(acc_of(part.out.dtype), copy=True)
     if sums is None:
         return Results(wide, part.lse, part.max_scores, part.max_ties, part.low.new_empty(0), part.lse_low)
     lse, lse_low = _logaddexp(sums, part)

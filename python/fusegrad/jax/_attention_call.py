@@ -79,7 +79,7 @@ class Call:
         out = ((*query.shape[:3], value.shape[3]), query.dtype)
         heads, length = query.shape[1:3] if not self.bshd else (query.shape[2], query.shape[1])
         row = ((query.shape[0], heads, length), acc_type(query.dtype))
-        low = [out] * (query.dtype.itemsize == 2) + [row] if self.low else []
+        low = [(out[0], np.int8)] * (query.dtype.itemsize == 2) + [row] if self.low else []
         return [out, row, *([row, row] if self.max_scores else []), *low]
 
 

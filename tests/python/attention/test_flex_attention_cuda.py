@@ -11,7 +11,8 @@ from attention_reference import dense
 from coverings import pairs_of
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from flex_limits import SHARED_KIB, too_large
-from fusegrad import _C, compile_flex, flex_attention
+from fusegrad import _C, compile_flex, flex_attention, trace_mask_mod
+from fusegrad._attention_low import with_low
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
@@ -531,6 +532,44 @@ def test_no_memory_in_the_backward_is_an_error_and_no_more() -> None:
             del rest
         assert all(torch.equal(t, x) for t, x in zip(tensors, kept, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(before, step(deterministic=True), strict=True))
+
+
+# --- low parts ---------------------------------------------------------------------------------------------------
+
+
+@pairs_of(
+    {
+        "dtype": [torch.bfloat16, torch.float16],
+        "m, n": [(300, 260), (1, 5000), (130, 4100), (33, 49)],
+        "d, e": [(64, 64), (128, 128), (96, 72), (24, 24), (40, 63), (256, 256), (192, 128), (512, 512)],
+        "kind": ["plain", "causal", "invariant", "tangents", "heads inside"],
+    }
+)
+def test_what_rounding_takes_from_the_output(dtype: torch.dtype, m: int, n: int, d: int, e: int, kind: str) -> None:
+    """Queries of zeros weigh keys alike, so the kernels know their mean to float32."""
+    if kind == "invariant" and (d > 256 or e > 256):
+        pytest.skip("batch_invariant ends there")
+    q, k, v = torch.zeros(2, 4, m, d), torch.randn(2, 2, n, d), torch.randn(2, 2, n, e)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    if kind == "heads inside":
+        q, k, v = (t.movedim(1, 2).contiguous().movedim(2, 1) for t in (q, k, v))
+    allowed, mask = torch.ones(m, n, dtype=torch.bool), ("", [], [], [], [], [])
+    if kind == "causal":
+        allowed = torch.arange(m)[:, None] >= torch.arange(n)
+        made = create_block_mask(lambda b, h, i, j: i >= j, None, None, m, n, device=DEVICE)
+        lists = [made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices]
+        mask = (trace_mask_mod(made.mask_mod).text, [], [], [], lists, list(made.BLOCK_SIZE))
+    truth = (allowed.double() @ v.double() / allowed.sum(1, keepdim=True)).repeat_interleave(2, 1)
+    scoring = ("", [], [], [], *mask, 1.0, 0.0, None)
+    aux = _C.FLEX_LOW | (_C.FLEX_INVARIANT if kind == "invariant" else 0)
+    ops = torch.ops.fusegrad
+    if kind == "tangents":
+        out, _, _, _, low, _ = ops.flex_attention_jvp(q, k, v, None, None, v, [], [], *scoring, aux)
+    else:
+        out, _, _, _, low, _ = ops.flex_attention_forward(q, k, v, *scoring, aux)
+    assert low.dtype == torch.int8
+    some = truth.abs() > 1e-3
+    assert (with_low(out, low).double() - truth)[some].norm() <= 2e-2 * (out.double() - truth)[some].norm()
 
 
 # --- wide heads -----------------------------------------------------------------------------------------------

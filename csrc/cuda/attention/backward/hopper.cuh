@@ -290,19 +290,19 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {
         const float factor = value != 0 ? 1.0f : a_.scale;
-        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(),
-                             a_.keys, value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
+        store_rows<T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys,
+                      value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
 #pragma unroll
         for (int i = 0; i < kBlocksD * 4; ++i) grad_key[i / 4][i % 4] = grad_value[i / 4][i % 4];
       }
     } else {
       if constexpr (Config::kGradKey) {
-        store_rows<false, T>(a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys, a_.head_size, grad_key,
-                             {a_.scale, a_.scale});
+        store_rows<T>(a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys, a_.head_size, grad_key,
+                      {a_.scale, a_.scale});
       }
       if constexpr (Config::kGradValue) {
-        store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size,
-                             grad_value, {1.0f, 1.0f});
+        store_rows<T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size, grad_value,
+                      {1.0f, 1.0f});
       }
     }
   }

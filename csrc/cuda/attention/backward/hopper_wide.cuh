@@ -111,8 +111,8 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(d[0]);
     if (h >= 0) sums_.end_head(b, h, first_key());
     if constexpr (Config::kGradKey) {
-      store_rows<false, T>(a_.grad_key, key_batch(now), key_head(now), first_key(), a_.keys, a_.head_size, grad,
-                           {a_.scale, a_.scale});
+      store_rows<T>(a_.grad_key, key_batch(now), key_head(now), first_key(), a_.keys, a_.head_size, grad,
+                    {a_.scale, a_.scale});
     }
   }
 
@@ -153,8 +153,8 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     wgmma_wait<0>();
     if constexpr (Config::kGradValue) {
       pin<kBlocksN * 4>(s[0]);
-      store_rows<false, T>(a_.grad_value, key_batch(now), key_head(now), first_key(), a_.keys, a_.value_size, grad,
-                           {1.0f, 1.0f});
+      store_rows<T>(a_.grad_value, key_batch(now), key_head(now), first_key(), a_.keys, a_.value_size, grad,
+                    {1.0f, 1.0f});
     }
   }
   __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {

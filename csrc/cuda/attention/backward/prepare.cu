@@ -12,6 +12,21 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
+/// What a low part (cuda/device/low_part.cuh) counts: the power of 2 below the rounded number, less the factor kUnit.
+template <class T>
+struct LowPart {
+  static constexpr bool kHalf = std::is_same_v<T, __half>;
+  static constexpr float kUnit = 1.0f / (252 * (kHalf ? 1024 : 128));
+  static __device__ float power(float rounded) {
+    return __uint_as_float(max(__float_as_uint(rounded) & 0x7f800000u, (kHalf ? 127u - 14u : 1u) << 23));
+  }
+};
+
+template <int kWidth>
+struct alignas(kWidth) LowParts {
+  signed char counts[kWidth];
+};
+
 template <class T>
 __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row) {
   return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
@@ -32,8 +47,9 @@ struct RowPlace {
   }
 };
 
-// kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1.
-template <class T, int kWidth, int kLanes>
+// kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1. kSteps:
+// such reads on their way at a time, each of grad_out, out and out_low.
+template <class T, int kWidth, int kLanes, int kSteps>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
   const RowPlace<kLanes> place(p.heads, p.queries);
@@ -62,22 +78,33 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   }
   float sum = 0.0f;
   if (there && p.grad_out.data != nullptr) {
-    const auto values = [&](const device::FlexTensor& t, int col) {
-      return Values::load(row_of<T>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col));
-    };
+    const auto place = [&](const device::FlexTensor& t, int col) { return kWidth == 1 ? col * t.col_stride : col; };
     // The low part is summed by itself: added to out in float32 it would not be lost, but its product is more accurate.
     float low = 0.0f;
-    for (int col = lane * kWidth; col < p.value_size; col += kLanes * kWidth) {
-      const Values g = values(p.grad_out, col), o = values(p.out, col);
-      Values l{};
-      if (p.out_low.data != nullptr) l = values(p.out_low, col);
+    for (int from = lane * kWidth; from < p.value_size; from += kSteps * kLanes * kWidth) {
+      Values g[kSteps]{}, o[kSteps]{};
+      LowParts<kWidth> l[kSteps]{};
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        sum = fmaf(static_cast<float>(g.get(i)), static_cast<float>(o.get(i)), sum);
-        low = fmaf(static_cast<float>(g.get(i)), static_cast<float>(l.get(i)), low);
+      for (int s = 0; s < kSteps; ++s) {
+        const int col = from + s * kLanes * kWidth;
+        if (col >= p.value_size) break;
+        g[s] = Values::load(row_of<T>(p.grad_out, b, h, q) + place(p.grad_out, col));
+        o[s] = Values::load(row_of<T>(p.out, b, h, q) + place(p.out, col));
+        if (p.out_low.data == nullptr) continue;
+        const signed char* at = row_of<signed char>(p.out_low, b, h, q) + place(p.out_low, col);
+        l[s] = *reinterpret_cast<const LowParts<kWidth>*>(at);
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const float up = static_cast<float>(g[s].get(i)), at = static_cast<float>(o[s].get(i));
+          sum = fmaf(up, at, sum);
+          low = fmaf(up, static_cast<float>(l[s].counts[i]) * LowPart<T>::power(at), low);
+        }
       }
     }
-    sum += low;
+    sum = fmaf(low, LowPart<T>::kUnit, sum);
   }
   for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
   if (!writes) return;
@@ -137,11 +164,11 @@ __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_consta
   }
 }
 
-// Whether every row begins at a multiple of 16 bytes and is `size` values side by side that fill whole vectors.
-bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element) {
-  const auto whole = [&](int64_t values) { return values * element % 16 == 0; };
+// Whether every row begins at a multiple of `vector` bytes and is `size` values side by side that fill whole vectors.
+bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element, int64_t vector = 16) {
+  const auto whole = [&](int64_t values) { return values * element % vector == 0; };
   return t.data == nullptr || (t.col_stride == 1 && whole(size) && whole(t.row_stride) && whole(t.head_stride) &&
-                               whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
+                               whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % vector == 0);
 }
 
 // The CTAs of RowPlace.
@@ -159,17 +186,24 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
     const auto run = [&](auto kernel, int lanes) {
       launch("flex_rows", kernel, {row_ctas(rows, lanes), kThreads}, stream, rows, out);
     };
-    bool vectors = true;
-    for (const auto& t : {rows.grad_out, rows.out, rows.out_low}) {
-      vectors = vectors && has_vector_rows(t, rows.value_size, sizeof(T));
-    }
     constexpr int kWidth = 16 / sizeof(T);
+    const bool vectors = has_vector_rows(rows.grad_out, rows.value_size, sizeof(T)) &&
+                         has_vector_rows(rows.out, rows.value_size, sizeof(T)) &&
+                         has_vector_rows(rows.out_low, rows.value_size, 1, kWidth);
+    const int reads = rows.value_size / kWidth;
+    // The fewer rows a CTA has, the more of its time is its beginning.
     if (!vectors) {
-      run(rows_kernel<T, 1, kWarp>, kWarp);
-    } else if (rows.value_size <= 4 * kWidth) {
-      run(rows_kernel<T, kWidth, 4>, 4);
+      run(rows_kernel<T, 1, kWarp, 1>, kWarp);
+    } else if (reads <= 4) {
+      run(rows_kernel<T, kWidth, 4, 1>, 4);
+    } else if (reads <= 8) {
+      run(rows_kernel<T, kWidth, 4, 2>, 4);
+    } else if (reads <= 12) {
+      run(rows_kernel<T, kWidth, 4, 3>, 4);
+    } else if (reads <= 16) {
+      run(rows_kernel<T, kWidth, 8, 2>, 8);
     } else {
-      run(rows_kernel<T, kWidth, 8>, 8);
+      run(rows_kernel<T, kWidth, 8, 4>, 8);
     }
   });
 }

@@ -579,11 +579,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
       }
     }
-#pragma unroll 1  // the same code for both
-    for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
-      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b, h, first, a_.queries, a_.value_size, out,
-                                     factor, low != 0);
-    }
+    store_rows<T>(a_.out, b, h, first, a_.queries, a_.value_size, out, factor);
+    if constexpr (Config::kOutLow) store_low_rows<T>(a_.out_low, b, h, first, a_.queries, a_.value_size, out, factor);
   }
 
   Softmax softmax_;

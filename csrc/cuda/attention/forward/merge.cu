@@ -93,6 +93,7 @@ void with_element(DType dtype, const Run& run) {
     case DType::kFloat16:
       return run(device::Float16{});
     case DType::kFloat64:
+    case DType::kInt8:
       break;
   }
   fail<std::invalid_argument>("fusegrad: float64 has no CUDA kernels");

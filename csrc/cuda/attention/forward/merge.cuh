@@ -4,6 +4,7 @@
 
 #include "cuda/attention/device/arguments.cuh"
 #include "cuda/attention/device/far_rows.cuh"
+#include "cuda/device/low_part.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -30,6 +31,26 @@ __device__ __forceinline__ void store_partial(bool there, const FlexPartials& to
   const long long place = at * to.splits + split;
   if (there && lane % 4 == 0) to.rows[place] = row;
   store_floats(there, to.out + place * to.cols, to.cols, out, r, 1.0f, lane);
+}
+
+/// Writes four columns of a row from `col` on, of `cols`, times `factor`; of low parts, what rounding takes from them.
+template <class T>
+__device__ __forceinline__ void write_four(const FlexTensor& to, int b, int h, int q, int col, int cols,
+                                           const float (&x)[4], float factor) {
+  T* p = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + q * to.row_stride;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (col + i < cols) store(p + (col + i) * to.col_stride, x[i] * factor);
+  }
+}
+template <class T>
+__device__ __forceinline__ void write_four_low(const FlexTensor& to, int b, int h, int q, int col, int cols,
+                                               const float (&x)[4], float factor) {
+  auto* p = static_cast<signed char*>(to.data) + b * to.batch_stride + h * to.head_stride + q * to.row_stride;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (col + i < cols) store_low<T>(p + (col + i) * to.col_stride, x[i] * factor);
+  }
 }
 
 /// Four neighbouring columns of a row.
@@ -88,8 +109,8 @@ struct FlexRowMerge {
         to.max_ties[at] = row.ties;
       }
     }
-    write<T, false>(to.out, b, h, q, col, to.value_size, factor);
-    if (to.out_low.data != nullptr) write<T, true>(to.out_low, b, h, q, col, to.value_size, factor);
+    write_four<T>(to.out, b, h, q, col, to.value_size, out, factor);
+    if (to.out_low.data != nullptr) write_four_low<T>(to.out_low, b, h, q, col, to.value_size, out, factor);
   }
 
  private:
@@ -106,16 +127,6 @@ struct FlexRowMerge {
     row.ties = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] *= weight;
-  }
-  template <class T, bool kLow>
-  __device__ __forceinline__ void write(const FlexTensor& to, int b, int h, int q, int col, int cols,
-                                        float factor) const {
-    T* p = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + q * to.row_stride;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = out[i] * factor;
-      if (col + i < cols) store(p + (col + i) * to.col_stride, kLow ? x - rounded<T>(x) : x);
-    }
   }
 };
 

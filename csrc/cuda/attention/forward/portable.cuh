@@ -20,6 +20,7 @@
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/forward/merge.cuh"
+#include "cuda/device/low_part.cuh"
 
 namespace fusegrad::device {
 
@@ -438,15 +439,16 @@ class FlexForward {
         }
       }
     }
-    write<false>(a_.out);
+    write(a_.out);
     if constexpr (Config::kOutLow) {
-      __syncwarp();
-      write<true>(a_.out_low);
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m)
+        store_low_rows<T>(a_.out_low, b_, h_, row_ + first_row() + m * 16 + lane() / 4, a_.queries, a_.value_size,
+                          out_[m], sum_[m]);
     }
   }
 
   // Writes by way of shared memory, each warp its own rows, so that lanes store 16 bytes.
-  template <bool kLow>
   __device__ __forceinline__ void write(const FlexTensor& to) const {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
@@ -454,10 +456,7 @@ class FlexForward {
       for (int n = 0; n < kBlocksE; ++n) {
         float x[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          x[e] = out_[m][n][e] * sum_[m][e / 2];
-          if constexpr (kLow) x[e] -= rounded<T>(x[e]);
-        }
+        for (int e = 0; e < 4; ++e) x[e] = out_[m][n][e] * sum_[m][e / 2];
         unsigned words[kOperandWords<T>];
         put_operand<T>(words, x);
         store_operand<T>(query_, OutTile::kStride, first_row() + m * 16, n, words, lane());

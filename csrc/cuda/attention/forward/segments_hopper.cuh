@@ -557,11 +557,9 @@ class FlexSegmentsHopper : FlexForwardHopperTiles<Config> {
         factor[r] = result.factor;
         if (lane() % 4 == 0 && first + 8 * r < a_.queries) store_segment_lse(a_, place + 8 * r, result);
       }
-#pragma unroll 1  // the same code for both
-      for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
-        store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, of.b, of.h, first, a_.queries, a_.value_size,
-                                       out, factor, low != 0);
-      }
+      store_rows<T>(a_.out, of.b, of.h, first, a_.queries, a_.value_size, out, factor);
+      if constexpr (Config::kOutLow)
+        store_low_rows<T>(a_.out_low, of.b, of.h, first, a_.queries, a_.value_size, out, factor);
     }
   }
 

@@ -57,24 +57,12 @@ class FlexMergeSegments {
     if (col == 0) store_segment_lse(a_, row, result);
     const long long head = row / a_.queries;
     const int q = static_cast<int>(row - head * a_.queries), b = static_cast<int>(head / a_.heads);
-    write<false>(a_.out, b, static_cast<int>(head - static_cast<long long>(b) * a_.heads), q, col, out, result.factor);
-    if constexpr (Config::kOutLow)
-      write<true>(a_.out_low, b, static_cast<int>(head - static_cast<long long>(b) * a_.heads), q, col, out,
-                  result.factor);
+    const int h = static_cast<int>(head - static_cast<long long>(b) * a_.heads);
+    write_four<T>(a_.out, b, h, q, col, a_.value_size, out, result.factor);
+    if constexpr (Config::kOutLow) write_four_low<T>(a_.out_low, b, h, q, col, a_.value_size, out, result.factor);
   }
 
  private:
-  template <bool kLow>
-  __device__ __forceinline__ void write(const FlexTensor& to, int b, int h, int q, int col, const float (&out)[4],
-                                        float factor) const {
-    T* p = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + q * to.row_stride;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = out[i] * factor;
-      if (col + i < a_.value_size) store(p + (col + i) * to.col_stride, kLow ? x - rounded<T>(x) : x);
-    }
-  }
-
   const FlexForwardArguments& a_;
 };
 

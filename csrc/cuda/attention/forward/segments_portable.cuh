@@ -10,6 +10,7 @@
 
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/forward/segments.cuh"
+#include "cuda/device/low_part.cuh"
 
 namespace fusegrad::device {
 
@@ -347,26 +348,28 @@ class FlexForwardSegments {
           if (lane() % 4 == 0 && is_row(m, r)) store_segment_lse(a_, at(m, r), result);
         }
       }
-      write<false>(a_.out, factor);
-      if constexpr (Config::kOutLow) write<true>(a_.out_low, factor);
+      write<T>(a_.out, factor, [](T* to, float x) { store(to, x); });
+      if constexpr (Config::kOutLow)
+        write<signed char>(a_.out_low, factor, [](signed char* to, float x) { store_low<T>(to, x); });
     }
   }
-  template <bool kLow>
-  __device__ __forceinline__ void write(const FlexTensor& to, const float (&factor)[kBlocksM][2]) const {
+  template <class Element, class Store>
+  __device__ __forceinline__ void write(const FlexTensor& to, const float (&factor)[kBlocksM][2],
+                                        const Store& store) const {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (!is_row(m, r)) continue;
-        T* row = static_cast<T*>(to.data) + b_ * to.batch_stride + head_of(m, r) * to.head_stride +
-                 query_of(m, r) * to.row_stride;
+        Element* row = static_cast<Element*>(to.data) + b_ * to.batch_stride + head_of(m, r) * to.head_stride +
+                       query_of(m, r) * to.row_stride;
 #pragma unroll
         for (int n = 0; n < kBlocksE; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int col = n * 8 + lane() % 4 * 2 + e;
             const float x = out_[m][n][2 * r + e] * factor[m][r];
-            if (col < a_.value_size) store(row + col * to.col_stride, kLow ? x - rounded<T>(x) : x);
+            if (col < a_.value_size) store(row + col * to.col_stride, x);
           }
         }
       }

@@ -553,8 +553,7 @@ class FlexGradQueryHopper {
                        a_.scale, lane());
         }
       } else {
-        store_rows<false, T>(a_.grad_query, b, h, first_query(row), a_.queries, a_.head_size, sum,
-                             {a_.scale, a_.scale});
+        store_rows<T>(a_.grad_query, b, h, first_query(row), a_.queries, a_.head_size, sum, {a_.scale, a_.scale});
       }
     }
   }

@@ -8,7 +8,9 @@
 
 namespace fusegrad::cuda {
 
-int element_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+int element_bytes(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : dtype == DType::kInt8 ? 1 : 2;
+}
 
 namespace planner {
 

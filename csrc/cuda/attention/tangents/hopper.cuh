@@ -304,12 +304,10 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
       if (a_.lse_low != nullptr) a_.lse_low[at] = none ? 0.0f : low[r];
       a_.lse_tangent[at] = of_lse;
     }
-#pragma unroll 1  // the same code for both
-    for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
-      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b_, h_, first_query(), a_.queries, a_.value_size,
-                                     out, ones, low != 0);
-    }
-    store_rows<false, T>(a_.out_tangent, b_, h_, first_query(), a_.queries, a_.value_size, of_out, ones);
+    store_rows<T>(a_.out, b_, h_, first_query(), a_.queries, a_.value_size, out, ones);
+    if constexpr (Config::kOutLow)
+      store_low_rows<T>(a_.out_low, b_, h_, first_query(), a_.queries, a_.value_size, out, ones);
+    store_rows<T>(a_.out_tangent, b_, h_, first_query(), a_.queries, a_.value_size, of_out, ones);
   }
 
   const typename Tangent::Captured& tangent_;

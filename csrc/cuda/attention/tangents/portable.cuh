@@ -15,6 +15,7 @@
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/tangents/arguments.cuh"
+#include "cuda/device/low_part.cuh"
 
 namespace fusegrad::device {
 
@@ -283,17 +284,19 @@ class FlexTangents {
         a_.lse_tangent[place] = of_lse;
       }
     }
-    write<false>(a_.out, out_);
+    write(a_.out, out_);
     if constexpr (Config::kOutLow) {
-      __syncwarp();
-      write<true>(a_.out_low, out_);
+      constexpr float kOnes[2] = {1.0f, 1.0f};
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m)
+        store_low_rows<T>(a_.out_low, b_, h_, row_ + first_row() + m * 16 + lane() / 4, a_.queries, a_.value_size,
+                          out_[m], kOnes);
     }
     __syncwarp();
-    write<false>(a_.out_tangent, of_out_);
+    write(a_.out_tangent, of_out_);
   }
 
   // By way of shared memory, each warp its own rows, so that lanes store 16 bytes.
-  template <bool kLow>
   __device__ __forceinline__ void write(const FlexTensor& to, const Outputs& from) const {
     extern __shared__ __align__(16) char shared[];
     const int mine = first_row() * OutTile::kStride;
@@ -304,8 +307,7 @@ class FlexTangents {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           char* row = shared + mine + (m * 16 + e / 2 * 8 + lane() / 4) * OutTile::kStride;
-          const float x = from[m][n][e];
-          store(reinterpret_cast<T*>(row) + n * 8 + lane() % 4 * 2 + e % 2, kLow ? x - rounded<T>(x) : x);
+          store(reinterpret_cast<T*>(row) + n * 8 + lane() % 4 * 2 + e % 2, from[m][n][e]);
         }
       }
     }

@@ -126,7 +126,7 @@ __device__ __forceinline__ void store(const Params& p, int first_row, int col, f
     const int first = quarter * kBlocks * 8;
     const FlexTensor to{static_cast<T*>(p.out) + col + first, 0, 0, p.out_stride, 1};
     auto& some = reinterpret_cast<float (&)[kBlocks][4]>(x[quarter * kBlocks]);
-    store_rows<false, T>(to, 0, 0, first_row, p.rows, max(0, min(p.width, p.cols - col) - first), some, ones);
+    store_rows<T>(to, 0, 0, first_row, p.rows, max(0, min(p.width, p.cols - col) - first), some, ones);
   }
 }
 
