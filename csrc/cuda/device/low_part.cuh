@@ -13,11 +13,14 @@ struct LowPart {
   static constexpr unsigned kLeast = (kSame<T, BFloat16> ? 1u : 127u - 14u) << 23;  // the smallest normal number
   static constexpr float kUnits = 252.0f * (1 << kFraction);                        // in the power of 2 below a number
 
+  /// The power of 2 below a rounded number, in a float's bits.
+  static __device__ __forceinline__ unsigned power(float near) {
+    return max(__float_as_uint(near) & 0x7f800000u, kLeast);
+  }
   /// In the lowest byte.
   static __device__ __forceinline__ unsigned of(float x) {
     const float near = rounded<T>(x);
-    const unsigned power = max(__float_as_uint(near) & 0x7f800000u, kLeast);
-    const float inverse = __uint_as_float(0x7f000000u - power);
+    const float inverse = __uint_as_float(0x7f000000u - power(near));
     constexpr float kInteger = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer, its last bits
     return __float_as_uint(fmaf((x - near) * inverse, kUnits, kInteger));
   }

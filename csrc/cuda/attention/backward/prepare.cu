@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "cuda/attention/device/far_rows.cuh"
+#include "cuda/device/low_part.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 
@@ -11,16 +12,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-
-/// What a low part (cuda/device/low_part.cuh) counts: the power of 2 below the rounded number, less the factor kUnit.
-template <class T>
-struct LowPart {
-  static constexpr bool kHalf = std::is_same_v<T, __half>;
-  static constexpr float kUnit = 1.0f / (252 * (kHalf ? 1024 : 128));
-  static __device__ float power(float rounded) {
-    return __uint_as_float(max(__float_as_uint(rounded) & 0x7f800000u, (kHalf ? 127u - 14u : 1u) << 23));
-  }
-};
 
 template <int kWidth>
 struct alignas(kWidth) LowParts {
@@ -52,6 +43,7 @@ struct RowPlace {
 template <class T, int kWidth, int kLanes, int kSteps>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
+  using Low = device::LowPart<std::conditional_t<std::is_same_v<T, __half>, device::Float16, device::BFloat16>>;
   const RowPlace<kLanes> place(p.heads, p.queries);
   const auto [first, h, b, head] = place;
   const int q = first + static_cast<int>(threadIdx.x) / kLanes;
@@ -100,11 +92,11 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
         for (int i = 0; i < kWidth; ++i) {
           const float up = static_cast<float>(g[s].get(i)), at = static_cast<float>(o[s].get(i));
           sum = fmaf(up, at, sum);
-          low = fmaf(up, static_cast<float>(l[s].counts[i]) * LowPart<T>::power(at), low);
+          low = fmaf(up, static_cast<float>(l[s].counts[i]) * __uint_as_float(Low::power(at)), low);
         }
       }
     }
-    sum = fmaf(low, LowPart<T>::kUnit, sum);
+    sum = fmaf(low, 1.0f / Low::kUnits, sum);
   }
   for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
   if (!writes) return;
