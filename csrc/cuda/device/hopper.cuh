@@ -3,8 +3,8 @@
 //
 // A tile in shared memory is a sequence of chunks of 64 columns. A chunk's rows have 128 bytes, whose 16-byte parts TMA
 // swizzles; tiles begin at multiples of 1024 bytes. Where the columns are no multiple of 64, the last chunk has zeros
-// behind them, which products leave out. A narrow tile, of up to 32 columns, is one chunk whose rows have 64 bytes
-// (kNarrowBytes), and its own swizzle.
+// behind them, which products leave out. The chunks of a narrow tile have 32 columns, so their rows 64 bytes
+// (kNarrowBytes), and a swizzle of their own.
 #pragma once
 
 #include "cuda/device/low_part.cuh"
@@ -17,7 +17,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kChunk = 64;        // columns
 constexpr int kChunkBytes = 128;  // of a row
 constexpr int kNarrowBytes = 64;  // of a row of a narrow tile
-constexpr int chunks_of(int cols) { return (cols + kChunk - 1) / kChunk; }
+constexpr int chunks_of(int cols, int row_bytes = kChunkBytes) { return (cols + row_bytes / 2 - 1) / (row_bytes / 2); }
 
 /// The rows of a tile of kRows rows, a multiple of 8, that begins at a multiple of 1024 bytes.
 template <int kRows>
@@ -183,13 +183,13 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, uns
         : "memory");
   }
 }
-/// Copies all chunks of a tile of kRows rows and kCols columns, whole ones. A narrow tile is one.
-template <int kRows, int kCols, Evict kEvict = Evict::kNormal>
+/// Copies all chunks of a tile of kRows rows and kCols columns, whole ones.
+template <int kRows, int kCols, Evict kEvict = Evict::kNormal, int kRowBytes = kChunkBytes>
 __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                            int batch) {
 #pragma unroll
-  for (int c = 0; c < chunks_of(kCols); ++c)
-    copy_box<kEvict>(to + c * kRows * kChunkBytes, from, barrier, c * kChunk, row, head, batch);
+  for (int c = 0; c < chunks_of(kCols, kRowBytes); ++c)
+    copy_box<kEvict>(to + c * kRows * kRowBytes, from, barrier, c * (kRowBytes / 2), row, head, batch);
 }
 /// Called by one thread, which arrives at `barrier` too.
 template <int kRows, int kCols>
@@ -277,9 +277,10 @@ __device__ __forceinline__ unsigned long long advanced(unsigned long long descri
   return descriptor + static_cast<unsigned long long>(bytes >> 4);
 }
 /// Bytes from a K-major operand in tiles of kRows rows to its step k (16 columns).
-template <int kRows>
+template <int kRows, int kRowBytes = kChunkBytes>
 __device__ __forceinline__ constexpr int step_bytes(int k) {
-  return k / 4 * kRows * kChunkBytes + k % 4 * 32;  // of a narrow tile k is below 4
+  constexpr int kSteps = kRowBytes / 32;  // of a chunk
+  return k / kSteps * kRows * kRowBytes + k % kSteps * 32;
 }
 
 /// Hides x from the compiler, so that it does not hold what follows from x in registers through a loop.

@@ -275,6 +275,9 @@ backward bfloat16 128 128 AD small
 backward bfloat16 128 128 none lists
 backward float16 128 64 E none
 backward bfloat16 80 80 none none
+backward bfloat16 80 72 none causal
+backward bfloat16 96 96 none none
+backward float16 88 96 none causal
 backward bfloat16 80 80 D causal
 short bfloat16 64 64 none none
 short bfloat16 128 128 none none

@@ -232,7 +232,8 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
   f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
   // Beside tall tiles it costs more than zeros.
   f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
-  f.upright = f.narrow || (f.hopper() && f.grad_query && !f.whole && f.tile.rows == 128 && f.head <= 48);
+  f.upright =
+      (f.narrow && f.head <= 32) || (f.hopper() && f.grad_query && !f.whole && f.tile.rows == 128 && f.head <= 48);
   add_gradient_facts(c, f);
 }
 
@@ -369,14 +370,17 @@ std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {
     return t;
   }
   const bool small = head_cols(c, kHopperCols) == 64;
-  const FlexTile t{small ? 144 : 80, 128, 12, 2, false, HopperTile{.query_stages = 2, .parts = c.blocks ? 5 : 1}};
+  // 96 queries fit where tiles are narrow. Without a mask heads of up to 80 columns are slower so.
+  const int widest = std::max(head_cols(c), value_cols(c));
+  const int rows = small ? 144 : widest <= 96 && (c.blocks || widest > 80) ? 96 : 80;
+  const FlexTile t{rows, 128, 12, 2, false, HopperTile{.query_stages = 2, .parts = c.blocks ? rows / 16 : 1}};
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }
-// A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
-// next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it
-// depends on how many queries they have. For heads above 128 columns 48 queries of 128 keys take three quarters of what
-// 64 of 64 keys do, as scores are not computed twice.
+// A tile of 80 takes 7/6 of the time of one of 64, one of 96 11/8, one of 144 11/10 of one of 128. Where the others
+// have room for the next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a
+// block mask it depends on how many queries they have. For heads above 128 columns 48 queries of 128 keys take three
+// quarters of what 64 of 64 keys do, as scores are not computed twice.
 bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                const std::function<double()>& share_of_pairs, const std::string& architecture) {
   constexpr int64_t kManyQueries = 512;
@@ -392,6 +396,7 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
   const int64_t queries = shape.queries;
   if (tile->rows == 144)
     return 11 * shape.group() * tiles_in(queries, 144) + 8 <= 10 * shape.group() * tiles_in(queries, 128);
+  if (!mask && tile->rows == 96) return 11 * tiles_in(queries, 96) <= 8 * tiles_in(queries, 64);
   if (!mask) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
   // Queries a key from which fewer steps make up for sums that begin as zeros.
   const int64_t least = c.head_size <= 96 ? 1024 : 1152;

@@ -264,7 +264,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// Where TMA stores a warpgroup's dV or dK from.
   __device__ __forceinline__ unsigned place_of_gradient(int group, bool value) const {
     if constexpr (!Config::kOwnPlaces) return sum(group);
-    return key_gradients(group) + (value ? 0 : chunks_of(Config::kValue) * kGroupBytes);
+    return key_gradients(group) + (value ? 0 : chunks_of(Config::kValue, kRowBytes) * kGroupBytes);
   }
   /// In a place of its own the warp finds it behind the next dQ.
   template <int kBlocks>
@@ -278,7 +278,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         words[e] = pack(T{}, x[n + e / 2][e % 2 * 2] * factor, x[n + e / 2][e % 2 * 2 + 1] * factor);
-      store_matrices((to ^ n % 8 * 16) + n / 8 * kGroupBytes, words);
+      constexpr int kBlocksOfChunk = kRowBytes / 16;
+      store_matrices((to ^ n % kBlocksOfChunk * 16) + n / kBlocksOfChunk * kGroupBytes, words);
     }
     fence_before_copy();
     if constexpr (!Config::kOwnPlaces) named_arrive(kSumFull + group_, kWithWarp);
@@ -490,8 +491,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// the first one (i = -1) the barrier's phase counts as over.
   __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage, int chunk = 0) const {
     if (chunk == 0) Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
-    const auto keys =
-        descriptor<kRowBytes>(key(key_stage) + (first_col(group_) / kChunk + chunk) * Config::kCols * kRowBytes, 16);
+    // Of a narrow tile the last product may have 32 columns behind the keys: those rows of dQ are left out.
+    constexpr int kChunkStride = Config::kCols * kRowBytes, kChunksOfProduct = kChunkBytes / kRowBytes;
+    const auto keys = descriptor<kRowBytes>(
+        key(key_stage) + (first_col(group_) / kChunk + chunk) * kChunksOfProduct * kChunkStride, kChunkStride);
     const auto gradients = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
     wgmma_fence();
 #pragma unroll
@@ -621,8 +624,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   template <int kCols, bool kThenSums, class QuerySums>
   __device__ __forceinline__ void store_gradient(const TensorMap& to, unsigned from, int group, const Place& place,
                                                  const QuerySums& sums) const {
-    if (const int chunk = lane(); chunk < chunks_of(kCols)) {
-      store_box<Tiles::kUsedOnce>(to, from + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64,
+    if (const int chunk = lane(); chunk < chunks_of(kCols, kRowBytes)) {
+      store_box<Tiles::kUsedOnce>(to, from + chunk * kGroupBytes, chunk * (kRowBytes / 2), place.col() + group * 64,
                                   key_head(place), key_batch(place));
       commit_sums();
       if constexpr (!Config::kOwnPlaces) wait_sums_read();

@@ -8,7 +8,7 @@
 //   kBoxes, kReadStages        whether a warp beside the producer brings what a score_mod reads of pairs by itself
 //                              (PairBoxes), and tiles of it in shared memory
 //   kMaps                      of boxes so many by TMA
-//   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
+//   kNarrow                    tiles of queries, keys and values are narrow ones (device/hopper.cuh)
 //   kUpright                   dQ lies in shared memory and in its sums as queries do, else transposed (hopper.cuh)
 //   kOwnPlaces                 TMA stores dK and dV from places of their own, else from dQ's
 //   kWhole                     a CTA has all keys of a head, one tile after the other, and alone adds to its dQ
@@ -89,7 +89,7 @@ class FlexBackwardHopperTiles {
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
   static_assert(Config::kHead % 16 == 0 && Config::kValue % 16 == 0 && Config::kRows % 16 == 0);
-  static_assert(!Config::kNarrow || (Config::kHead <= 32 && Config::kValue <= 32 && kOwnKeys));
+  static_assert(!Config::kNarrow || (Config::kHead <= 96 && Config::kValue <= 96 && kOwnKeys));
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();
@@ -325,6 +325,11 @@ class FlexBackwardHopperTiles {
     if constexpr (!Config::kWhole) return 0;
     return whole_.next(p.tile, p.row(), a_.queries, col_tile_ == 0, col_tile_ + 1 == col_tiles());
   }
+  template <int kRows, int kCols, Evict kEvict = Evict::kNormal>
+  static __device__ __forceinline__ void copy(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
+                                              int batch) {
+    copy_boxes<kRows, kCols, kEvict, kRowBytes>(to, from, barrier, row, head, batch);
+  }
   // Loads tile i; with the first tile of the `keys`-th keys also those keys and their values.
   __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
@@ -334,25 +339,24 @@ class FlexBackwardHopperTiles {
               bits_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
-    copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
-                                             p.b);
+    copy<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h, p.b);
     const auto load_keys = [&] {
       Barrier::wait(key_empty(key_stage), (kSeamless ? keys >> 1 : keys) & 1 ^ 1);
-      copy_boxes<Config::kCols, Config::kHead, kUsedOnce>(key(key_stage), more_.key, query_full(query_stage), col,
-                                                          key_head_, key_batch_);
+      copy<Config::kCols, Config::kHead, kUsedOnce>(key(key_stage), more_.key, query_full(query_stage), col, key_head_,
+                                                    key_batch_);
     };
     if (kSeamless && first) load_keys();
     const bool with_values = Config::kGradScores && first;
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::expect(grad_out_full(s),
                     kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
-    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
+    copy<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
     // Rows beyond the head's last one are the next head's; their pairs take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
     if (with_values) {
       Barrier::wait(value_empty(), keys & 1 ^ 1);
-      copy_boxes<Config::kCols, Config::kValue, kUsedOnce>(value(), more_.value, grad_out_full(s), col, key_head_,
-                                                           key_batch_);
+      copy<Config::kCols, Config::kValue, kUsedOnce>(value(), more_.value, grad_out_full(s), col, key_head_,
+                                                     key_batch_);
     }
     // Keys come behind the first queries, for which there is room earlier.
     if (!kSeamless && first) load_keys();
@@ -471,8 +475,8 @@ class FlexBackwardHopperTiles {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kCommon / 16; ++k) {
-      ScoreProduct::run(c[0], advanced(row, step_bytes<Config::kCols>(k)), advanced(col, step_bytes<Config::kRows>(k)),
-                        k != 0);
+      ScoreProduct::run(c[0], advanced(row, step_bytes<Config::kCols, kRowBytes>(k)),
+                        advanced(col, step_bytes<Config::kRows, kRowBytes>(k)), k != 0);
     }
     wgmma_commit();
   }

@@ -282,7 +282,8 @@ struct HopperBackwardMemory {
         query(value.then(swizzled_tile_bytes(s.rows, s.head, s.narrow), s.query_stages)),
         grad_out(query.then(swizzled_tile_bytes(s.rows, s.value, s.narrow), s.stages)),
         grad_scores(grad_out.then(s.adds_grad_query ? swizzled_tile_bytes(s.rows, s.cols) : 0, s.stages)),
-        grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head, s.narrow) : 0)),
+        grad_query(
+            grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head, s.narrow && s.head <= 32) : 0)),
         key_gradients(grad_query.then(
             swizzled_tile_bytes(s.cols, s.head, s.narrow) + swizzled_tile_bytes(s.cols, s.value, s.narrow),
             s.own_places ? 1 : 0)),

@@ -34,7 +34,8 @@ bool splits_products(const FlexCase& c) { return c.dtype == DType::kFloat32 && c
 // The other warpgroup of the Hopper kernels is the producer.
 int consumer_warps(const FlexTile& t) { return t.is_hopper() ? t.warps - 4 : t.warps; }
 bool narrow_heads(const FlexCase& c, const FlexTile& t) {
-  return t.is_hopper() && t.rows == 128 && std::max(head_cols(c), value_cols(c)) <= 32;
+  const int widest = std::max(head_cols(c), value_cols(c));
+  return t.is_hopper() && ((t.rows == 128 && widest <= 32) || (t.rows == 96 && widest <= 96));
 }
 
 }  // namespace planner

@@ -82,7 +82,7 @@ struct KernelFacts {
   int warps = 0;             ///< with keys (backward) or queries of their own
   int groups = 0;            ///< Hopper: consumer warpgroups
   bool keys_shared = false;  ///< Hopper backward: both consumer warpgroups have the same 64 keys
-  bool narrow = false;       ///< Hopper backward: tiles of queries, keys and values have 32 columns, not 64
+  bool narrow = false;       ///< Hopper backward: chunks of queries, keys and values have 32 columns, not 64
   bool upright = false;      ///< Hopper backward: dQ lies as queries do, not transposed
   bool key_splits = false;   ///< each row of tiles is split over several CTAs
   bool blocks = false;
