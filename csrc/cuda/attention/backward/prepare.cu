@@ -13,22 +13,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-/// As device::Pack; words for the same reason.
 template <int kWidth>
-struct LowParts {
-  uint32_t words[kWidth == 8 ? 2 : 1];
-  static __device__ LowParts load(const signed char* from) {
-    if constexpr (kWidth == 1) return {static_cast<uint32_t>(*from)};
-    LowParts parts;
-    if constexpr (kWidth == 4) parts.words[0] = *reinterpret_cast<const uint32_t*>(from);
-    if constexpr (kWidth == 8) {
-      const uint2 both = *reinterpret_cast<const uint2*>(from);
-      parts.words[0] = both.x;
-      parts.words[1] = both.y;
-    }
-    return parts;
-  }
-  __device__ float get(int i) const { return static_cast<float>(static_cast<signed char>(words[i / 4] >> i % 4 * 8)); }
+struct alignas(kWidth) LowParts {
+  signed char counts[kWidth];
 };
 
 template <class T>
@@ -51,9 +38,8 @@ struct RowPlace {
   }
 };
 
-// kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1. kSteps:
-// such reads of a row by a lane, if all are to be on their way together, or 1.
-template <class T, int kWidth, int kLanes, int kSteps>
+// kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1.
+template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
   using Low = device::LowPart<std::conditional_t<std::is_same_v<T, __half>, device::Float16, device::BFloat16>>;
@@ -83,36 +69,24 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   }
   float sum = 0.0f;
   if (there && p.grad_out.data != nullptr) {
-    const auto place = [&](const device::FlexTensor& t, int col) { return kWidth == 1 ? col * t.col_stride : col; };
+    const auto values = [&](const device::FlexTensor& t, int col) {
+      return Values::load(row_of<T>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col));
+    };
     // The low part is summed by itself: added to out in float32 it would not be lost, but its product is more accurate.
     float low = 0.0f;
-    const auto add = [&](int from) {
-      Values g[kSteps]{}, o[kSteps]{};
-      LowParts<kWidth> l[kSteps]{};
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const int col = from + s * kLanes * kWidth;
-        if (col < p.value_size) {
-          g[s] = Values::load(row_of<T>(p.grad_out, b, h, q) + place(p.grad_out, col));
-          o[s] = Values::load(row_of<T>(p.out, b, h, q) + place(p.out, col));
-          if (p.out_low.data != nullptr)
-            l[s] = LowParts<kWidth>::load(row_of<signed char>(p.out_low, b, h, q) + place(p.out_low, col));
-        }
+    for (int col = lane * kWidth; col < p.value_size; col += kLanes * kWidth) {
+      const Values g = values(p.grad_out, col), o = values(p.out, col);
+      LowParts<kWidth> l{};
+      if (p.out_low.data != nullptr) {
+        l = *reinterpret_cast<const LowParts<kWidth>*>(row_of<signed char>(p.out_low, b, h, q) +
+                                                       (kWidth == 1 ? col * p.out_low.col_stride : col));
       }
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const float up = static_cast<float>(g[s].get(i)), at = static_cast<float>(o[s].get(i));
-          sum = fmaf(up, at, sum);
-          low = fmaf(up, l[s].get(i) * __uint_as_float(Low::power(at)), low);
-        }
+      for (int i = 0; i < kWidth; ++i) {
+        const float up = static_cast<float>(g.get(i)), at = static_cast<float>(o.get(i));
+        sum = fmaf(up, at, sum);
+        low = fmaf(up, static_cast<float>(l.counts[i]) * __uint_as_float(Low::power(at)), low);
       }
-    };
-    if constexpr (kSteps > 1) {
-      add(lane * kWidth);
-    } else {
-      for (int col = lane * kWidth; col < p.value_size; col += kLanes * kWidth) add(col);
     }
     sum = fmaf(low, 1.0f / Low::kUnits, sum);
   }
@@ -200,18 +174,14 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
     const bool vectors = has_vector_rows(rows.grad_out, rows.value_size, sizeof(T)) &&
                          has_vector_rows(rows.out, rows.value_size, sizeof(T)) &&
                          has_vector_rows(rows.out_low, rows.value_size, 1, kWidth);
+    // A lane of few reads has too little to do for its beginning, unless it writes zeros for dQ.
     const int reads = rows.value_size / kWidth;
-    // Few rows a CTA make much of its time its beginning. Zeros for dQ are work enough.
     if (!vectors) {
-      run(rows_kernel<T, 1, kWarp, 1>, kWarp);
-    } else if (reads <= 4) {
-      run(rows_kernel<T, kWidth, 4, 1>, 4);
-    } else if (reads > 12 || rows.query_sum != nullptr) {
-      run(rows_kernel<T, kWidth, 8, 1>, 8);
-    } else if (reads <= 8) {
-      run(rows_kernel<T, kWidth, 4, 2>, 4);
+      run(rows_kernel<T, 1, kWarp>, kWarp);
+    } else if (reads <= (rows.query_sum != nullptr ? 4 : 15)) {
+      run(rows_kernel<T, kWidth, 4>, 4);
     } else {
-      run(rows_kernel<T, kWidth, 4, 3>, 4);
+      run(rows_kernel<T, kWidth, 8>, 8);
     }
   });
 }
