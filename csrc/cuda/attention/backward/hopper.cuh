@@ -491,7 +491,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// the first one (i = -1) the barrier's phase counts as over.
   __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage, int chunk = 0) const {
     if (chunk == 0) Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
-    // Of a narrow tile the last product may have 32 columns behind the keys: those rows of dQ are left out.
+    // The last product of a narrow tile may have 32 columns that lie behind the keys: nobody adds those rows of dQ.
     constexpr int kChunkStride = Config::kCols * kRowBytes, kChunksOfProduct = kChunkBytes / kRowBytes;
     const auto keys = descriptor<kRowBytes>(
         key(key_stage) + (first_col(group_) / kChunk + chunk) * kChunksOfProduct * kChunkStride, kChunkStride);

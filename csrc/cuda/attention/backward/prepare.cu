@@ -13,6 +13,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
+/// Low parts side by side (device/low_part.cuh), read at once.
 template <int kWidth>
 struct alignas(kWidth) LowParts {
   signed char counts[kWidth];
