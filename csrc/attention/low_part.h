@@ -1,6 +1,6 @@
-// What rounding takes from a result of 16 bits (FlexResults::out_low), in 8 bits: in units of a 252nd of the distance
-// between numbers of its dtype where the rounded result lies. So it is 126 at most: 127 is what PyTorch fills new
-// memory with when asked to. cuda/device/low_part.cuh has the same for kernels.
+// Low parts (FlexResults::out_low): a result less the same result rounded to 16 bits, in 8 bits. The unit is a 252nd of
+// the distance between numbers of the dtype where the rounded result lies. So a low part is 126 at most: 127 is what
+// PyTorch fills new memory with when asked to. cuda/device/low_part.cuh has the same for kernels.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace fusegrad {
 
-/// The unit at a rounded result, of bfloat16 or else float16. Infinite or NaN where that is.
+/// The unit at a rounded result of bfloat16 or else float16. Infinite or NaN where the result is.
 inline float low_unit(float rounded, bool bfloat16) {
   const uint32_t least = (bfloat16 ? 1u : 127u - 14u) << 23;  // the smallest normal number
   const float power = std::bit_cast<float>(std::max(std::bit_cast<uint32_t>(rounded) & 0x7f800000u, least));

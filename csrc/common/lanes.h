@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <type_traits>
 
 #include "common/dtype.h"
@@ -172,6 +173,7 @@ void with_type(DType dtype, Function&& function) {
     case DType::kInt8:
       break;
   }
+  throw std::logic_error("fusegrad: int8 is a dtype of low parts alone");
 }
 
 }  // namespace CPU_CAPABILITY

@@ -78,10 +78,10 @@ FlexCallOf::FlexCallOf(const FlexAttributes& attributes, FlexArrays& arguments, 
   }
 }
 
-TensorView FlexCallOf::view(const FlexArray& array, std::optional<DType> dtype) const {
+TensorView FlexCallOf::view(const FlexArray& array, DType dtype) const {
   FUSEGRAD_CHECK(ValueError, array.sizes.size() == 4, "flex_attention: tensors must have four dimensions");
   const auto& n = array.sizes;
-  TensorView view{array.data, dtype ? *dtype : tensor_type(array.dtype), {n[0], n[1], n[2], n[3]}, {}};
+  TensorView view{array.data, dtype, {n[0], n[1], n[2], n[3]}, {}};
   if (attributes_.bshd) {
     view.sizes = {n[0], n[2], n[1], n[3]};
     view.strides = {n[1] * n[2] * n[3], n[3], n[2] * n[3], 1};
@@ -89,6 +89,13 @@ TensorView FlexCallOf::view(const FlexArray& array, std::optional<DType> dtype) 
     view.strides = {n[1] * n[2] * n[3], n[2] * n[3], n[3], 1};
   }
   return view;
+}
+
+TensorView FlexCallOf::view(const FlexArray& array) const { return view(array, tensor_type(array.dtype)); }
+
+TensorView FlexCallOf::low_view(const FlexArray& array) const {
+  FUSEGRAD_CHECK(ValueError, array.dtype == score_mod::DType::kInt8, "flex_attention: out_low must be int8");
+  return view(array, DType::kInt8);
 }
 
 bool FlexCallOf::rounds() const { return of_.query.dtype == DType::kBFloat16 || of_.query.dtype == DType::kFloat16; }
@@ -123,7 +130,7 @@ FlexForwardOf::FlexForwardOf(const FlexAttributes& attributes, FlexArrays& argum
     r.max_ties = results.next().data;
   }
   if (attributes.low) {
-    if (rounds()) r.out_low = view(results.next(), DType::kInt8);
+    if (rounds()) r.out_low = low_view(results.next());
     r.lse_low = results.next().data;
   }
   call.of = of_;
@@ -134,7 +141,7 @@ FlexBackwardOf::FlexBackwardOf(const FlexAttributes& attributes, FlexArrays& arg
   FlexResults& saved = call.saved;
   saved.out = view(arguments.next());
   saved.lse = arguments.next().data;
-  if (rounds()) saved.out_low = view(arguments.next(), DType::kInt8);
+  if (rounds()) saved.out_low = low_view(arguments.next());
   saved.lse_low = arguments.next().data;
   if (attributes.max_scores) {
     saved.max_scores = arguments.next().data;

@@ -60,7 +60,8 @@ class FlexCallOf {
  protected:
   FlexCallOf(const FlexAttributes& attributes, FlexArrays& arguments, bool cpu);
 
-  TensorView view(const FlexArray& array, std::optional<DType> dtype = {}) const;
+  TensorView view(const FlexArray& array) const;
+  TensorView low_view(const FlexArray& array) const;  ///< of int8
   std::span<const int64_t> wanted_buffers() const { return attributes_.wanted.subspan(3); }
   bool rounds() const;  ///< whether the tensors have 16 bits
 
@@ -73,6 +74,7 @@ class FlexCallOf {
  private:
   CapturedMod mod(std::string_view text, FlexArrays& arguments, std::vector<score_mod::Buffer>& buffers,
                   std::vector<score_mod::Value>& scalars);
+  TensorView view(const FlexArray& array, DType dtype) const;
 
   std::deque<std::vector<int64_t>> strides_;
   std::vector<score_mod::Value> score_scalars_, mask_scalars_;

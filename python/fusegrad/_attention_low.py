@@ -1,4 +1,4 @@
-"""What rounding takes from an output of 16 bits, in 8 bits: csrc/attention/low_part.h in PyTorch."""
+"""Low parts of outputs of 16 bits in PyTorch: csrc/attention/low_part.h says what they are."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 
 def _unit(rounded: Tensor, dtype: torch.dtype) -> Tensor:
-    """A 252nd of the distance between numbers of dtype where a rounded one lies, of which this has float32."""
+    """The unit of low parts at `rounded`, numbers of dtype in float32."""
     info = torch.finfo(dtype)
     power = (rounded.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_min(info.smallest_normal)
     return power * (info.eps / 252)
 
 
 def with_low(out: Tensor, low: Tensor) -> Tensor:
-    """out and its low part in float32."""
+    """The sum of out and its low part, in float32."""
     wide = out.float()
     return wide + low * _unit(wide, out.dtype)
 
 
 def low_part(wide: Tensor, rounded: Tensor) -> Tensor:
-    """Of a float32 tensor, rounded to 16 bits."""
+    """The low part of `wide`, float32, which `rounded` has in 16 bits."""
     near = rounded.float()
     units = ((wide - near) / _unit(near, rounded.dtype)).nan_to_num_(0, 0, 0)
     return units.round_().clamp_(-126, 126).to(torch.int8)

@@ -67,7 +67,7 @@ struct AttentionKernels {
   void (*pack_transposed)(T* out, const Matrix& in, int64_t rows, int64_t cols);
   /// out[r, c] = in[r, c] * factor[r] (null: 1) * scale, rounded to out's dtype.
   void (*unpack)(const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols, const T* factor, T scale);
-  /// low[r, c] = in[r, c] * factor[r] - out[r, c] in low_unit's: what unpack's rounding took. `out` has 16 bits.
+  /// The low parts (attention/low_part.h) of in[r, c] * factor[r], of which unpack stored `out` in 16 bits.
   void (*unpack_low)(const Matrix& low, const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols,
                      const T* factor);
 
@@ -88,7 +88,7 @@ struct AttentionKernels {
   void (*score_gradient)(T* grad, const T* p, int64_t stride, int64_t rows, int64_t cols, const T* delta);
   /// grad[r, c] += grad_max[r] where the score of a pair that takes part equals max[r].
   void (*add_max_gradient)(T* grad, const ScoreTile<T>& tile, const T* max, const T* grad_max);
-  /// out[r] = sum of a[r, c] * b[r, c]. `low`: what rounding took from b, or no data.
+  /// out[r] = sum of a[r, c] * b[r, c]. `low`: the low parts of b, or no data.
   void (*row_dot)(T* out, const Matrix& a, const Matrix& b, const Matrix& low, int64_t rows, int64_t cols);
   /// factor[r, c] = 0 for a dropped pair of query q + r and key kv + c, else the scale. Rows `stride` apart.
   void (*dropout)(T* factor, int64_t stride, const HeadDropout& head, int64_t q, int64_t kv, int64_t rows,

@@ -359,9 +359,7 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
                                            const float (&x)[kBlocks][4], const float (&factor)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   T* head = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride;
-  const bool vectors = to.col_stride == 1 && cols % 8 == 0 &&
-                       (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
-                       reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
+  const bool vectors = has_eights(to, cols, 16);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int at = first + 8 * r;

@@ -1,5 +1,5 @@
-// What rounding takes from a result of 16 bits (out_low), in 8 bits: in units of a 252nd of the distance between
-// numbers of its dtype where the rounded result lies. attention/low_part.h has the same on the CPU.
+// Low parts (out_low): a result less the same result rounded to 16 bits, in 8 bits. The unit is a 252nd of the distance
+// between numbers of the dtype where the rounded result lies. attention/low_part.h has the same for the CPU.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -31,6 +31,12 @@ __device__ __forceinline__ void store_low(signed char* to, float x) {
   if constexpr (!kSame<T, float>) *to = static_cast<signed char>(LowPart<T>::of(x));
 }
 
+/// Whether a tensor's rows of `cols` columns are eights of elements side by side, each at a multiple of `bytes`.
+__device__ __forceinline__ bool has_eights(const FlexTensor& t, int cols, int bytes) {
+  return t.col_stride == 1 && cols % 8 == 0 && (t.row_stride | t.head_stride | t.batch_stride) % 8 == 0 &&
+         reinterpret_cast<unsigned long long>(t.data) % bytes == 0;
+}
+
 /// Transposes four lanes' four words: lane i gets word i of all four.
 __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -60,9 +66,7 @@ __device__ __forceinline__ void store_low_rows(const FlexTensor& to, int b, int 
                                                const float (&x)[kBlocks][4], const float (&factor)[2]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   signed char* head = static_cast<signed char*>(to.data) + b * to.batch_stride + h * to.head_stride;
-  const bool vectors = to.col_stride == 1 && cols % 8 == 0 &&
-                       (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
-                       reinterpret_cast<unsigned long long>(to.data) % 8 == 0;
+  const bool vectors = has_eights(to, cols, 8);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int at = first + 8 * r;

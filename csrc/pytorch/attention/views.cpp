@@ -18,25 +18,31 @@ std::vector<Tensor> joined(const std::vector<Tensor>& a, const std::vector<Tenso
   return all;
 }
 
-}  // namespace
-
-TensorView view_of(const Tensor& t) {
-  if (!t.defined()) return {};
+TensorView view_of(const Tensor& t, DType dtype) {
   TensorView view;
   view.data = t.numel() != 0 ? const_cast<void*>(t.const_data_ptr()) : nullptr;
-  view.dtype = to_dtype(t.scalar_type());
+  view.dtype = dtype;
   if (t.dim() == 4) {  // an empty one that stands for none has one dimension
     std::copy_n(t.sizes().begin(), 4, view.sizes.begin());
     std::copy_n(t.strides().begin(), 4, view.strides.begin());
   }
   return view;
 }
+TensorView low_view_of(const Tensor& t) {
+  if (!t.defined()) return {};
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kChar, "flex_attention: out_low must be int8, but got ", t.scalar_type());
+  return view_of(t, DType::kInt8);
+}
+
+}  // namespace
+
+TensorView view_of(const Tensor& t) { return t.defined() ? view_of(t, to_dtype(t.scalar_type())) : TensorView{}; }
 
 void* data_of(const Tensor& t) { return t.defined() && t.numel() != 0 ? t.mutable_data_ptr() : nullptr; }
 
 FlexResults results_of(const FlexOutputs& o) {
-  return {view_of(o.out),        view_of(o.out_low),  data_of(o.lse),
-          data_of(o.max_scores), data_of(o.max_ties), data_of(o.lse_low)};
+  return {view_of(o.out),        low_view_of(o.out_low), data_of(o.lse),
+          data_of(o.max_scores), data_of(o.max_ties),    data_of(o.lse_low)};
 }
 
 FlexViews::FlexViews(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores)
@@ -77,8 +83,8 @@ FlexBackwardViews::FlexBackwardViews(const FlexUpstream& upstream, const Tensor&
     : views_(query, key, value, scores), grads_(grads.buffers) {
   const bool inplace = begin_writing != nullptr;
   call_.of = views_.call();
-  call_.saved = {view_of(saved.out),      view_of(saved.out_low), dense(saved.lse),
-                 dense(saved.max_scores), dense(saved.max_ties),  dense(saved.lse_low)};
+  call_.saved = {view_of(saved.out),      low_view_of(saved.out_low), dense(saved.lse),
+                 dense(saved.max_scores), dense(saved.max_ties),      dense(saved.lse_low)};
   call_.grad_out = view_of(upstream.out);
   call_.grad_lse = dense(upstream.lse);
   call_.grad_max_scores = dense(upstream.max_scores);

@@ -70,8 +70,6 @@ DType to_dtype(at::ScalarType dtype) {
       return DType::kFloat16;
     case at::kDouble:
       return DType::kFloat64;
-    case at::kChar:
-      return DType::kInt8;
     default:
       TORCH_INTERNAL_ASSERT(false, "no kernels for ", dtype);
   }

@@ -14,7 +14,7 @@ import pytest
 import torch
 from attention_reference import dense
 from coverings import pairs_of, rows_of
-from fusegrad import flex_attention
+from fusegrad import _C, flex_attention
 from support import deterministic_algorithms
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -429,6 +429,20 @@ def test_bad_input_of_the_op(given: dict, error: type[Exception], message: str) 
     with pytest.raises(error) as caught:
         OP.flex_attention(X, X, X, *lists, aux=given.get("aux", 0))
     assert str(caught.value).startswith("flex_attention: ") and message in str(caught.value)
+
+
+@pytest.mark.cpu_only
+def test_low_parts_alone_are_int8() -> None:
+    rest = ("", [], [], [], "", [], [], [], [], [], 1.0, 0.0, None)
+    with pytest.raises(RuntimeError, match="no kernels for Char"):
+        OP.flex_attention_forward(*[X.to(torch.int8)] * 3, *rest, _C.FLEX_LOW)
+    x = X.to(torch.bfloat16)
+    out, lse, max_scores, max_ties, low, lse_low = OP.flex_attention_forward(x, x, x, *rest, _C.FLEX_LOW)
+    assert low.dtype == torch.int8
+    for wrong in (low.to(torch.bfloat16), low.to(torch.uint8)):
+        saved = (out, lse, max_scores, max_ties, wrong, lse_low)
+        with pytest.raises(TypeError, match="out_low must be int8, but got"):
+            OP.flex_attention_backward(x, x, x, x, None, None, *saved, *rest, False, [True] * 3)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------

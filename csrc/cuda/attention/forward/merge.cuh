@@ -33,23 +33,20 @@ __device__ __forceinline__ void store_partial(bool there, const FlexPartials& to
   store_floats(there, to.out + place * to.cols, to.cols, out, r, 1.0f, lane);
 }
 
-/// Writes four columns of a row from `col` on, of `cols`, times `factor`; of low parts, what rounding takes from them.
-template <class T>
+/// Writes four columns of a row from `col` on, of `cols`, times `factor`, or their low parts.
+template <class T, bool kLow>
 __device__ __forceinline__ void write_four(const FlexTensor& to, int b, int h, int q, int col, int cols,
                                            const float (&x)[4], float factor) {
-  T* p = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + q * to.row_stride;
+  const long long row = b * to.batch_stride + h * to.head_stride + q * to.row_stride;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (col + i < cols) store(p + (col + i) * to.col_stride, x[i] * factor);
-  }
-}
-template <class T>
-__device__ __forceinline__ void write_four_low(const FlexTensor& to, int b, int h, int q, int col, int cols,
-                                               const float (&x)[4], float factor) {
-  auto* p = static_cast<signed char*>(to.data) + b * to.batch_stride + h * to.head_stride + q * to.row_stride;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (col + i < cols) store_low<T>(p + (col + i) * to.col_stride, x[i] * factor);
+    if (col + i >= cols) continue;
+    const long long at = row + (col + i) * to.col_stride;
+    if constexpr (kLow) {
+      store_low<T>(static_cast<signed char*>(to.data) + at, x[i] * factor);
+    } else {
+      store(static_cast<T*>(to.data) + at, x[i] * factor);
+    }
   }
 }
 
@@ -109,8 +106,8 @@ struct FlexRowMerge {
         to.max_ties[at] = row.ties;
       }
     }
-    write_four<T>(to.out, b, h, q, col, to.value_size, out, factor);
-    if (to.out_low.data != nullptr) write_four_low<T>(to.out_low, b, h, q, col, to.value_size, out, factor);
+    write_four<T, false>(to.out, b, h, q, col, to.value_size, out, factor);
+    if (to.out_low.data != nullptr) write_four<T, true>(to.out_low, b, h, q, col, to.value_size, out, factor);
   }
 
  private:

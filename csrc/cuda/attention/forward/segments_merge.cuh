@@ -58,8 +58,8 @@ class FlexMergeSegments {
     const long long head = row / a_.queries;
     const int q = static_cast<int>(row - head * a_.queries), b = static_cast<int>(head / a_.heads);
     const int h = static_cast<int>(head - static_cast<long long>(b) * a_.heads);
-    write_four<T>(a_.out, b, h, q, col, a_.value_size, out, result.factor);
-    if constexpr (Config::kOutLow) write_four_low<T>(a_.out_low, b, h, q, col, a_.value_size, out, result.factor);
+    write_four<T, false>(a_.out, b, h, q, col, a_.value_size, out, result.factor);
+    if constexpr (Config::kOutLow) write_four<T, true>(a_.out_low, b, h, q, col, a_.value_size, out, result.factor);
   }
 
  private:
