@@ -29,7 +29,7 @@ TensorView view_of(const Tensor& t, DType dtype) {
   return view;
 }
 TensorView low_view_of(const Tensor& t) {
-  if (!t.defined()) return {};
+  if (!t.defined() || t.numel() == 0) return {};
   TORCH_CHECK_TYPE(t.scalar_type() == at::kChar, "flex_attention: out_low must be int8, but got ", t.scalar_type());
   return view_of(t, DType::kInt8);
 }
