@@ -455,13 +455,31 @@ TEST(LaunchPlan, TheFirstTileOfKeysStoresDQ) {
   const auto facts = [](const FlexCase& of) { return plan_kernel(of, "90a").facts(); };
   EXPECT_TRUE(facts(c).stores_first);
   // Warps beside tall tiles have too few registers. CTAs with all keys of a head, and ordered sums, need no states.
-  FlexCase tall = c, whole = c, ordered = c, keys = c;
+  FlexCase tall = c, whole = c, ordered = c, keys = c, zeros = c;
+  zeros.stores_first = false;
   tall.tall = true;
   whole.whole = true;
   ordered.ordered = true;
   keys.grad_query = false;
-  for (const FlexCase& other : {tall, whole, ordered, keys}) EXPECT_FALSE(facts(other).stores_first);
+  for (const FlexCase& other : {tall, whole, ordered, keys, zeros}) EXPECT_FALSE(facts(other).stores_first);
   EXPECT_FALSE(plan_kernel(c, "80").facts().stores_first);
+}
+
+TEST(LaunchPlan, ZerosPayWhereAMaskGivesKeysManyQueries) {
+  FlexCase c = make_case(FlexKernel::kBackward, 64);
+  const auto stores = [&](int64_t queries, double share) {
+    return pays_stores_first(c, make_shape(4, 16, 16, queries, queries, c.head_size), [&] { return share; });
+  };
+  EXPECT_TRUE(stores(4096, 0.5));
+  c.blocks = true;
+  EXPECT_TRUE(stores(4096, 0.5));
+  c.mask_mod.text = "mask_mod";
+  EXPECT_FALSE(stores(4096, 0.5));
+  EXPECT_FALSE(stores(2048, 0.5));
+  EXPECT_TRUE(stores(1024, 0.5));
+  EXPECT_TRUE(stores(4096, 0.06));
+  c.head_size = c.value_size = 80;
+  EXPECT_TRUE(stores(4096, 0.5));
 }
 
 TEST(FewQueries, CopyKeysByTmaOnHopper) {

@@ -107,6 +107,7 @@ FlexCase make_case(py::Fields fields) {
   fields.read("needs_grad", needs_grad);
   fields.read("tall", c.tall);
   fields.read("sums_wide", c.sums_wide);
+  fields.read("stores_first", c.stores_first);
   fields.read("dropout", c.dropout);
   fields.read("few_rows", c.few_rows);
   fields.read("key_splits", c.key_splits);

@@ -413,6 +413,16 @@ def test_queries_of_tall_tiles(d: int, m: int) -> None:
     assert_near_dense(flex_attention(*tensors, enable_gqa=True), tensors)
 
 
+@pytest.mark.parametrize("d", [24, 48, 64])
+def test_masks_that_give_keys_many_queries(d: int) -> None:
+    """dQ is added to zeros there, instead of by whoever comes first."""
+    m, n = 1290, 300
+    tensors = inputs(2, 4, m, n, d, hkv=2)
+    mask = create_block_mask(causal, None, None, m, n, device=DEVICE)
+    takes = causal(0, 0, torch.arange(m)[:, None], torch.arange(n))
+    assert_near_dense(flex_attention(*tensors, block_mask=mask, enable_gqa=True), tensors, takes)
+
+
 @pairs_of(
     {
         "d, e": [(192, 128), (160, 128), (144, 72)],

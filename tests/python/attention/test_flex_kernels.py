@@ -99,12 +99,13 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 class Kernel(NamedTuple):
     # "ordered" is the backward whose sums are the same in every order, "turns" the one with dQ whose sums of buffers
-    # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head, "stays" the
-    # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "stays_sums" the one that
-    # sums up over them, "grad_buffers" the kernel that does nothing else; behind a plus sign, "dropout". "few16" and
-    # "few32" are the forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
-    # "segments" is the forward with batch_invariant, "segments16" and "segments64" the one whose rows are queries of
-    # several heads and whose CTAs have a segment each, which "merge_segments" adds up.
+    # come in any, "short" the one without tall tiles, "zeros" the one whose dQ is added to zeros, "whole" the one whose
+    # CTAs have all keys of a head, "stays" the one of many batches of up to 64 queries and keys, "stays_ordered" the
+    # deterministic one, "stays_sums" the one that sums up over them, "grad_buffers" the kernel that does nothing else;
+    # behind a plus sign, "dropout". "few16" and "few32" are the forward of few queries in tiles of so many rows; of
+    # "split_" ones keys are split over CTAs. "segments" is the forward with batch_invariant, "segments16" and
+    # "segments64" the one whose rows are queries of several heads and whose CTAs have a segment each, which
+    # "merge_segments" adds up.
     kernel: str
     dtype: str
     head_size: int
@@ -131,7 +132,7 @@ class Kernel(NamedTuple):
         results = kernel in ("forward", "segments", "merge_segments")
         stays = kernel.startswith("stays")
         return case(
-            "backward" if stays or kernel in ("ordered", "turns", "short", "whole") else kernel,
+            "backward" if stays or kernel in ("ordered", "turns", "short", "whole", "zeros") else kernel,
             self.dtype,
             (self.head_size, self.value_size),
             score_mod=text_of(score),
@@ -141,6 +142,7 @@ class Kernel(NamedTuple):
             elements=[b.numel() for b in buffers],
             deterministic=kernel in ("ordered", "stays_ordered", "grad_query"),
             tall=kernel not in ("short", "whole"),
+            stores_first=kernel != "zeros",
             ordered=kernel == "turns",
             whole=kernel == "whole",
             dropout=bool(dropout),
@@ -279,6 +281,7 @@ backward bfloat16 80 72 none causal
 backward bfloat16 96 96 none none
 backward float16 88 96 none causal
 backward bfloat16 80 80 D causal
+zeros bfloat16 64 64 none causal
 short bfloat16 64 64 none none
 short bfloat16 128 128 none none
 short bfloat16 128 128 none causal
@@ -569,6 +572,7 @@ def test_the_selection_meets_everything() -> None:
         ("bfloat16", "split_grad_query"),
         ("bfloat16", "turns"),
         ("bfloat16", "whole"),
+        ("bfloat16", "zeros"),
     }
     schemes = {flex.kernel_plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")

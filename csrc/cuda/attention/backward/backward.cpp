@@ -231,7 +231,7 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
   f.whole = c.whole && f.grad_query && c.grad_key && c.grad_value && f.stores_boxes && f.tile.hopper().key_stages == 2;
   f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
   // Beside tall tiles it costs more than zeros.
-  f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
+  f.stores_first = c.stores_first && f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
   f.upright =
       (f.narrow && f.head <= 32) || (f.hopper() && f.grad_query && !f.whole && f.tile.rows == 128 && f.head <= 48);
   add_gradient_facts(c, f);
@@ -411,6 +411,14 @@ bool sums_wide_query(const FlexCase& c) {
 bool pays_sums_wide(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs) {
   constexpr double kLeast = 768;
   return c.tall && !fits_hopper_backward(c) && share_of_pairs() * static_cast<double>(shape.keys) >= kLeast;
+}
+
+// States are read and claimed for each tile, zeros are written once: measured for causal masks of 512 to 8192 queries
+// and for windows. Without a mask, and for wider heads, neither is better throughout.
+bool pays_stores_first(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs) {
+  constexpr double kMostQueries = 1024;
+  if (!c.blocks || !masks_alone(c) || c.mask_mod.text.empty() || head_cols(c, kHopperCols) > 64) return true;
+  return share_of_pairs() * static_cast<double>(shape.queries) < kMostQueries;
 }
 
 // It needs as many heads as keep the CTAs busy. Each reads a head's queries for every tile of keys, and adds to their

@@ -52,6 +52,9 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
 /// FlexCase::sums_wide. `share_of_pairs`: as pays_tall.
 bool pays_sums_wide(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs);
 
+/// FlexCase::stores_first. `share_of_pairs`: as pays_tall.
+bool pays_stores_first(const FlexCase& c, const FlexShape& shape, const std::function<double()>& share_of_pairs);
+
 /// Whether a backward takes less time where a CTA has all keys of a head, as far as lengths and the mask decide.
 /// `processors`, `share_of_pairs`: as plan_launch and pays_tall.
 bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,

@@ -57,6 +57,7 @@ Kernels kernels_of(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
   c.wide = c.wide || one_warp_alone_fits(c, gpu.architecture);
   c.tall = pays_tall(plan.common, n, plan.mask, share, gpu.architecture);
   c.sums_wide = pays_sums_wide(c, n, share);
+  c.stores_first = pays_stores_first(c, n, share);
   c.key_splits = pays_key_splits(n, gpu.multiprocessors);
   c.max_gradient = asked.max_gradient;
   c.wants_grad.assign(asked.needs_grad.begin() + 3, asked.needs_grad.end());

@@ -167,7 +167,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   // One program, whatever the other kernels are to do.
   found.common.grad_query = found.common.grad_key = found.common.grad_value = found.common.whole = false;
   found.common.fixed_point = found.common.key_splits = found.common.ordered = false;
-  found.common.tall = true;
+  found.common.tall = found.common.stores_first = true;
   found.common.partial_sums = true;
   for (size_t k = 0; k < steps.size(); ++k) {
     const bool of_groups = groups && steps[k].groups == read_groups;

@@ -97,6 +97,7 @@ struct FlexCase {
   bool grouped = false;       ///< kGradBuffers: a CTA's batches are of one group (score_mod::batch_groups)
   bool tall = true;           ///< Hopper backward: tall tiles take less time than others
   bool sums_wide = true;      ///< Hopper backward: with tall tiles dQ of heads above 128 is summed up, too
+  bool stores_first = true;   ///< Hopper backward: the first CTA may store dQ; else all add to zeros
   int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256
 
   bool operator==(const FlexCase&) const = default;
