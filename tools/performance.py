@@ -226,8 +226,8 @@ fastest. A vocabulary over several GPUs: [Distributed](../distributed.md).
 
 Wall-clock time of known calls on small inputs, ours and PyTorch's in turns in one process; on the GPU until the call is
 enqueued. `python benchmarks/host_time.py` repeats it. Calls whose arguments have plain types go straight to the
-dispatcher ([how](../design/architecture.md#a-known-call)); `return_aux`, tensors of subclasses and modes
-(`torch.set_default_device`, counters of flops) take the way through Python, some 5 to 15 µs more.
+dispatcher ([how](../design/architecture.md#a-known-call)); `return_aux`, tensors of subclasses and modes (counters of
+flops) take the way through Python, some 5 to 15 µs more.
 
 {on_the_host}
 

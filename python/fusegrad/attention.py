@@ -16,6 +16,7 @@ from . import _attention_transforms as transforms
 from . import _sharding
 from ._arguments import checked
 from ._known import known
+from ._load import direct
 from ._sharding import ContextParallel, is_dtensor
 from ._tracing.cache import trace
 from ._tracing.thread_state import tracing_state
@@ -333,6 +334,16 @@ def flex_attention(
     return returned(out, lse, max_scores, return_lse, return_aux)
 
 
+# As known(): the op's arguments themselves, its functions as texts.
+_attend_known = direct.bound(
+    "flex_attention of texts",
+    ["query", "key", "value", "mods", "scale", "enable_gqa", "inplace", "deterministic", "aux", "dropout_p",
+     "batch_invariant"],
+    11,
+    None,
+)  # fmt: skip
+
+
 def attend_traced(
     query: Tensor,
     key: Tensor,
@@ -354,6 +365,10 @@ def attend_traced(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _check_kernel(score, query, key, value)
+        mods = (*score, *mask_mod, kv_blocks, block_size)
+        more = scale, enable_gqa, inplace, deterministic, int(maxima), dropout_p, batch_invariant
+        if (found := _attend_known((query, key, value, mods, *more), {})) is not None:
+            return found
     if is_dtensor(*score[1], *mask_mod[1]):
         raise TypeError(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "

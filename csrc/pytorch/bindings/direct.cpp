@@ -188,6 +188,15 @@ class Loss : public OpFunction<Arguments> {
   size_t inplace_;
 };
 
+PyObject* tuple_of(const std::vector<Tensor>& tensors) {
+  py::Object tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    py::Object item(THPVariable_Wrap(tensors[i]));
+    if (PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), item.release()) != 0) throw py::Raised();
+  }
+  return tuple.release();
+}
+
 class Flex : public OpFunction<FlexAttentionCall> {
  public:
   Flex(std::vector<py::Object> names, size_t positional, py::Object mods)
@@ -215,13 +224,7 @@ class Flex : public OpFunction<FlexAttentionCall> {
     }
     arguments.mods = mods.views();
     const auto [out, lse, max_scores] = run(op_, arguments);
-    if (values[return_lse_] != Py_True) return THPVariable_Wrap(out);
-    py::Object pair(PyTuple_New(2));
-    for (Py_ssize_t i = 0; i < 2; ++i) {
-      py::Object item(THPVariable_Wrap(i == 0 ? out : lse));
-      if (PyTuple_SetItem(pair.get(), i, item.release()) != 0) throw py::Raised();
-    }
-    return pair.release();
+    return values[return_lse_] == Py_True ? tuple_of({out, lse}) : THPVariable_Wrap(out);
   }
 
  private:
@@ -229,6 +232,29 @@ class Flex : public OpFunction<FlexAttentionCall> {
   py::Object mods_;
   size_t query_ = place_of("query"), key_ = place_of("key"), value_ = place_of("value");
   size_t score_mod_ = place_of("score_mod"), block_mask_ = place_of("block_mask"), return_lse_ = place_of("return_lse");
+};
+
+// flex_attention's op itself: its functions are texts already, the tuple "mods", and all three results go back.
+class FlexOfTexts : public OpFunction<FlexAttentionCall> {
+ public:
+  FlexOfTexts(std::vector<py::Object> names, size_t positional) : OpFunction(std::move(names), positional) {
+    read_apart(mods_, [](PyObject* /*given*/, FlexAttentionCall& /*into*/) { return true; });
+  }
+
+  PyObject* call(const Values& values) const override {
+    FlexAttentionCall arguments;
+    Mods mods;
+    if (values[mods_] == nullptr || !read_all(values, arguments)) return nullptr;
+    Py_INCREF(values[mods_]);
+    if (!mods.take(py::Object(values[mods_]))) return nullptr;
+    arguments.mods = mods.views();
+    const auto [out, lse, max_scores] = run(op_, arguments);
+    return tuple_of({out, lse, max_scores});
+  }
+
+ private:
+  Op<FlexAttentionCall, FlexTuple> op_{"fusegrad::flex_attention"};
+  size_t mods_ = place_of("mods");
 };
 
 std::unique_ptr<Function> make(const std::string& op, std::vector<py::Object> names, size_t positional,
@@ -241,6 +267,7 @@ std::unique_ptr<Function> make(const std::string& op, std::vector<py::Object> na
   if (op == "jsd") return std::make_unique<Loss<JsdCall>>("jsd", names, positional);
   if (op == "linear_jsd") return std::make_unique<Loss<LinearJsdCall>>("linear_jsd", names, positional);
   if (op == "flex_attention") return std::make_unique<Flex>(names, positional, mods);
+  if (op == "flex_attention of texts") return std::make_unique<FlexOfTexts>(names, positional);
   throw std::invalid_argument("no op " + op);
 }
 
@@ -281,6 +308,7 @@ py::Object bound(const std::string& op, const std::vector<std::string>& names, i
 
 void bind(py::Module m) {
   py::check_layout(at::empty({0}));
+  plain::find_modes();
   m.def("tensor_facts", &TensorFacts::of, py::arg("tensor"), "What same_tensor() compares.");
   static PyMethodDef same{"same_tensor", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&same_tensor)),
                           METH_FASTCALL, "Whether a tensor is plain and of tensor_facts()."};

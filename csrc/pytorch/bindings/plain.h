@@ -19,13 +19,36 @@ namespace fusegrad::plain {
 
 using at::Tensor;
 
+// Kept for good, as modules are. Set when the module is loaded: an import where a static begins could wait for a thread
+// that waits for the static.
+inline PyObject *function_mode_at = nullptr, *device_context = nullptr;
+
+/// Comes before all calls.
+inline void find_modes() {
+  const auto from = [](const char* module, const char* name) {
+    const python::Object found(PyImport_ImportModule(module));
+    return python::Object(PyObject_GetAttrString(found.get(), name)).release();
+  };
+  function_mode_at = from("torch._C", "_get_function_stack_at");
+  device_context = from("torch.utils._device", "DeviceContext");
+}
+
+/// Whether the only mode of functions says nothing but where new tensors are: that of torch.set_default_device and
+/// `with torch.device(..)`.
+inline bool is_default_device() {
+  const python::Object first(PyLong_FromLong(0));
+  const python::Object mode(PyObject_CallFunctionObjArgs(function_mode_at, first.get(), nullptr));
+  return reinterpret_cast<PyObject*>(Py_TYPE(mode.get())) == device_context;
+}
+
 /// Whether a call depends on more than its arguments, grad mode and autocast.
 inline bool is_watched() {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   auto excluded = c10::default_excluded_set;
+  const auto modes = at::impl::PythonTorchFunctionTLS::stack_len();
   if (c10::InferenceMode::is_enabled()) excluded = excluded | c10::autograd_dispatch_keyset_with_ADInplaceOrView;
   return !c10::default_included_set.has_all(keys.included_) || !excluded.has_all(keys.excluded_) ||
-         at::impl::PythonTorchFunctionTLS::stack_len() > 0 || at::impl::torch_function_all_disabled();
+         at::impl::torch_function_all_disabled() || (modes > 0 && !(modes == 1 && is_default_device()));
 }
 
 /// A dense tensor of the CPU or a GPU that no transform has wrapped and that has no tangent; null for anything else.

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import fusegrad
 import numpy as np
@@ -41,7 +42,13 @@ def is_direct(name: str, *args: Any, **kwargs: Any) -> bool:
 
 def behind(name: str) -> Callable[..., Any]:
     """The function behind the direct call: Python's checks, torch.ops."""
-    return getattr(fusegrad, name).__wrapped__
+
+    @functools.wraps(getattr(fusegrad, name).__wrapped__)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(fusegrad.attention, "_attend_known", lambda arguments, named: None):
+            return getattr(fusegrad, name).__wrapped__(*args, **kwargs)
+
+    return call
 
 
 def leaves(*shapes: tuple[int, ...], seed: int = 0, **options: Any) -> list[Tensor]:
@@ -507,6 +514,12 @@ def global_hook() -> Iterator[None]:
         handle.remove()
 
 
+@contextlib.contextmanager
+def device_and_functions() -> Iterator[Functions]:
+    with torch.device("cpu"), Functions() as mode:
+        yield mode
+
+
 # Whether a call within it may go straight.
 CONTEXTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "no_grad": (torch.no_grad, True),
@@ -518,7 +531,9 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "saved tensors' hooks": (torch.autograd.graph.save_on_cpu, True),
     "a function mode": (Functions, False),
     "a dispatch mode": (Dispatches, False),
-    "a device": (lambda: torch.device("cpu"), False),
+    "a device": (lambda: torch.device("cpu"), True),
+    "another device": (lambda: torch.device("meta"), True),
+    "a device and a function mode": (device_and_functions, False),
     "fake tensors": (lambda: FakeTensorMode(allow_non_fake_inputs=True), False),
     "below autograd": (torch._C._AutoDispatchBelowAutograd, False),
     "no functions of subclasses": (torch._C.DisableTorchFunctionSubclass, True),
@@ -683,3 +698,57 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# --- flex_attention with texts: biased_attention, triangle_attention, and what known() leaves to Python ---
+
+
+def biased(kind: str) -> tuple[Callable[[], Any], list[Tensor]]:
+    inputs = leaves(*[(2, 3, H, M, D)] * 3, (2, 1, H, M, M))
+    mask = torch.arange(2 * 3 * M).view(2, 3, 1, 1, M) % 5 > 0
+    q, k, v, bias = inputs
+    calls: dict[str, Callable[[], Any]] = {
+        "biased": lambda: fusegrad.biased_attention(q, k, v, [bias], mask=mask, softcap=5.0),
+        "triangle": lambda: fusegrad.triangle_attention(q, k, v, bias, mask, return_aux=True),
+        "maxima": lambda: list(
+            fusegrad.flex_attention(
+                q[0], k[0], v[0], lambda s, b, h, i, j: s + bias[0, 0, h, i, j], return_aux=AuxRequest(True, True)
+            )[1]
+        ),
+    }
+    return calls[kind], inputs
+
+
+@pytest.mark.parametrize("kind", ["biased", "triangle", "maxima"])
+def test_calls_with_texts_go_straight(kind: str) -> None:
+    call, inputs = biased(kind)
+    real, found = fusegrad.attention._attend_known, []
+    with mock.patch.object(fusegrad.attention, "_attend_known", lambda *a: found.append(real(*a)) or found[-1]):
+        got = outcome(call, inputs)
+        assert len(found) == 1 and found[0] is not None
+        with forward_ad.dual_level(), Functions() as mode:
+            call()
+        assert found[1] is None and any("fusegrad.flex_attention" in one for one in mode.seen)
+    with mock.patch.object(fusegrad.attention, "_attend_known", lambda *a: None):
+        assert_same(got, outcome(call, inputs))
+
+
+def test_a_tangent_does_not_go_straight() -> None:
+    _, inputs = biased("biased")
+    with forward_ad.dual_level():
+        q = forward_ad.make_dual(inputs[0].detach(), torch.ones_like(inputs[0]))
+        assert fusegrad.attention._attend_known((*[q[0]] * 3, ("", [], [], []) * 2 + ([], [])), {}) is None
+        plain = q[0].clone().detach()
+        assert fusegrad.attention._attend_known((*[plain] * 3, ("", [], [], []) * 2 + ([], [])), {}) is not None
+
+
+def test_reference_counts_with_texts() -> None:
+    q, k, v = qkv()
+    mods = ("", [], [], []) * 2 + ([], [])
+    arguments = (q, k, v, mods)
+    before = [sys.getrefcount(x) for x in (*arguments, arguments)]
+    for _ in range(50):
+        fusegrad.attention._attend_known(arguments, {})
+        assert fusegrad.attention._attend_known((q, k, v, mods[1:]), {}) is None
+    after = [sys.getrefcount(x) for x in (*arguments, arguments)]
+    assert all(abs(a - b) < 20 for a, b in zip(after, before, strict=True))
