@@ -13,9 +13,10 @@ import torch
 
 from harness.failure import Outcome
 
-# About a millisecond of an idle GPU, in which the host enqueues the timed work: its launch overhead, which is
-# measured by itself, stays out of the time between the events.
-SPACER_CYCLES = 2_000_000
+# The GPU idles while the host enqueues the timed work: launch overhead, which is measured by itself, stays out of the
+# time between the events. It idles twice what the host took for the run before, which is not counted.
+CYCLES_A_SECOND = 2_000_000_000
+LEAST_SPACER_S, MOST_SPACER_S = 1e-3, 50e-3
 # The floor is timed so often that two of its runs are enough each time.
 FLOOR_REPS = 2
 
@@ -80,17 +81,20 @@ class Times:
 def median_ms(timed: Timed, device: str, reps: int) -> float:
     """Median of `reps` runs after one that is not counted. What they overwrote is restored: others' data too."""
     timed.prepare()
+    started = time.perf_counter()
     timed.run()
-    median = _cuda_median(timed, reps) if device == "cuda" else _cpu_median(timed, reps)
+    host_s = time.perf_counter() - started
+    median = _cuda_median(timed, reps, host_s) if device == "cuda" else _cpu_median(timed, reps)
     timed.prepare()
     return median
 
 
-def _cuda_median(timed: Timed, reps: int) -> float:
+def _cuda_median(timed: Timed, reps: int, host_s: float) -> float:
+    spacer = int(CYCLES_A_SECOND * min(max(2 * host_s, LEAST_SPACER_S), MOST_SPACER_S))
     events = []
     for _ in range(reps):
         timed.prepare()
-        torch.cuda._sleep(SPACER_CYCLES)
+        torch.cuda._sleep(spacer)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         timed.run()
