@@ -135,10 +135,7 @@ demo: build $(VENV)/.installed-demo
 	$(BIN)/python examples/distil_lm.py --demo --out $(DEMO_OUT) --teacher $(DEMO_OUT)/eager.pt $(DEMO_ARGS)
 
 bench: build $(VENV)/.installed-peers
-	for script in benchmarks/*.py; do \
-	  if [[ $$script = */jax_* ]] && ! $(BIN)/python -c 'import jax' 2>/dev/null; then \
-	    echo "Left out: $$script, which needs JAX (pip install jax)" >&2; continue; fi; \
-	  $(BIN)/python $$script $(BENCH_ARGS); done
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 # One by one: a peer that cannot be had beside this torch must not keep the others out. The benchmarks say which are
 # there.

@@ -33,6 +33,7 @@ import numpy as np
 from harness.failure import Outcome
 from harness.report import print_table
 from harness.rows import argument_parser, over, peers_asked_for, run_rows
+from harness.turns import take_turn
 
 OP = "jax_attention"
 STEPS = 2  # within a program; XLA compiles each of them
@@ -269,6 +270,7 @@ def again(step: Step, arguments: tuple[jax.Array, ...], steps: int) -> Any:
 def timed(programs: dict[str, tuple[Step, Any, int]], result: Result, options: Options) -> None:
     """Those that run, each with its arguments, its number of steps. The rounds alternate between them."""
 
+    take_turn()
     works: dict[str, tuple[Step, Any, int]] = {}
 
     def seconds(name: str) -> float:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -182,6 +182,7 @@ BOX: dict[str, Any] = {"forward_limit": 1.35, "backward_limit": 1.40}
 BUCKETS: dict[str, Any] = {"forward_limit": 1.15, "backward_limit": 1.25}
 TABLE: dict[str, Any] = {"forward_limit": 1.35, "backward_limit": 1.40}
 GRAPH: dict[str, Any] = {"forward_limit": 2.0, "backward_limit": 2.0}
+ATTENTION_ALONE = ("cudnn", "fa4")  # peers of rows without a bias, where none are asked for
 SMALL: dict[str, Any] = {"forward_traffic": 2.0, "backward_traffic": 2.5}
 TRIANGLE = pairs("hqk", BF16)
 CUDA_ROWS = (
@@ -541,12 +542,15 @@ def main() -> None:
     peers = peers_asked_for(parser, arguments.peers, PEERS[device])
     # The CPU's backward is in one order always.
     options = Options(device, peers, arguments.ordered and device == "cuda", arguments.rounds, arguments.reps)
+    attention_alone = options
+    if arguments.peers is None and device == "cuda":
+        attention_alone = replace(options, peers=ATTENTION_ALONE)
 
     run_rows(
         OP,
         arguments,
         CUDA_ROWS if device == "cuda" else CPU_ROWS,
-        lambda row: measured(row, options),
+        lambda row: measured(row, options if row.bias else attention_alone),
         lambda row, result: goals(row, result, peers),
         show,
     )

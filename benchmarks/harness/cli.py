@@ -47,12 +47,13 @@ def main(benchmark: AnyBenchmark) -> int:
         release(arguments.device)
         _write(arguments, benchmark, document)
     launches_pass = True
-    if arguments.launch and isinstance(benchmark, Benchmark):
+    first = arguments.case in (None, 0)
+    if arguments.launch and first and isinstance(benchmark, Benchmark):
         launch = run_launch(benchmark, arguments.device, options)
         document["launch"] = launch
         launches_pass = all(one["passed"] for one in launch["comparisons"])  # type: ignore[attr-defined]
         _write(arguments, benchmark, document)
-    extra = {} if benchmark.extra is None else benchmark.extra(arguments.device)
+    extra = {} if benchmark.extra is None or not first else benchmark.extra(arguments.device)
     if extra:
         document["extra"] = extra
         _write(arguments, benchmark, document)
@@ -66,6 +67,7 @@ def _parser(benchmark: AnyBenchmark) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     sizes = "x".join(benchmark.letters)
     parser.add_argument("--shapes", help=f"comma-separated {sizes}[:dtype], in place of the default cases")
+    parser.add_argument("--case", type=int, help="the number of one default case; launch overhead comes with the first")
     parser.add_argument("--only", default="", help="regular expression on the implementations' names")
     parser.add_argument("--quick", action="store_true", help="essential implementations, cases and repetitions")
     parser.add_argument("--rounds", type=int, help="rounds in which the implementations alternate")
@@ -95,6 +97,11 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _plans(benchmark: AnyBenchmark, arguments: argparse.Namespace) -> list[Plan]:
     plans = benchmark.plans(arguments.device, arguments.quick)
+    if arguments.case is not None:
+        plans = benchmark.plans(arguments.device, False)  # numbers are those of all cases
+        if arguments.shapes or not 0 <= arguments.case < len(plans):
+            raise SystemExit(f"--case: a number below {len(plans)} expected, and no --shapes, but got {arguments.case}")
+        return [plans[arguments.case]]
     if not arguments.shapes:
         return plans
     known = {plan.case: plan for plan in benchmark.plans(arguments.device, False)}

@@ -25,7 +25,10 @@ PACKAGES = (
     "jvp-flash-attention",
     "jax",
     "tokamax",
+    "flash-attn-4",
     "cuequivariance-jax",
+    "cuequivariance-torch",
+    "trifast",
 )
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from harness.failure import Outcome
+from harness.turns import take_turn
 
 # The GPU idles while the host enqueues the timed work: launch overhead, which is measured by itself, stays out of the
 # time between the events. It idles twice what the host took for the run before, which is not counted.
@@ -122,6 +123,9 @@ def alternate(
     The floor is timed before each round and, on a GPU, whose rate varies with its power, after every step.
     Returns the times by name, and the floor's medians in the order in which they were taken.
     """
+    if device == "cuda":
+        torch.cuda.empty_cache()  # others may be compiling beside it
+    take_turn()
     times = {name: Times() for name in steps}
     floor_times: list[float] = []
     names = list(steps)
