@@ -169,6 +169,14 @@ class Runner:
         if self.options.device == "cpu":
             environment = {turns.FOLDER: str(turn.folder)}
         running = [(job, self.start(job, gpu, environment)) for gpu, all_ in wave.by_gpu.items() for job in all_]
+        try:
+            self.watch(running, turn)
+        finally:
+            for _, process in running:
+                process.kill()
+
+    def watch(self, running: list[tuple[Job, subprocess.Popen[str]]], turn: turns.Turns) -> None:
+        """Until all have ended, which leaves none."""
         late: set[int] = set()
         began, limit = False, time.monotonic() + self.options.patience
         while running:

@@ -48,6 +48,22 @@ def test_turns_begin_when_all_are_ready_and_take_one_at_a_time(tmp_path: Path) -
     assert other[0] < later[0]  # another GPU's does not wait
 
 
+def test_who_waits_for_a_turn_ends_with_its_parent(tmp_path: Path) -> None:
+    turn = turns.Turns(tmp_path / "turns")
+    environment = {**os.environ, turns.FOLDER: str(turn.folder), "PYTHONPATH": str(ROOT)}
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {TURN!r}], stderr=open('err', 'w'))"
+    child += "; import time; time.sleep(1)"
+    parent = subprocess.Popen([sys.executable, "-c", child], env=environment, cwd=tmp_path)
+    while not turn.ready():
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 30
+    while "run_all.py has ended" not in (tmp_path / "err").read_text():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
 def test_no_turn_is_taken_alone() -> None:
     assert turns.FOLDER not in os.environ
     turns.take_turn()
