@@ -223,7 +223,8 @@ FlexOutputs flex_attention(const Tensor& query, const Tensor& key, const Tensor&
   if (!is_recorded(query, key, value, at::TensorList(scores.score_mod.buffers))) {
     return unrecorded([&] { return dispatch::flex_attention_forward(query, key, value, scores, aux); });
   }
-  aux |= kFlexLow | kFlexBackward | (deterministic ? kFlexOrdered : 0);
+  aux |= kFlexLow | kFlexBackward;
+  if (deterministic) aux |= kFlexOrdered;
   const auto out = FlexAttention::apply(query, key, value, at::TensorList(scores.score_mod.buffers), scores, aux,
                                         deterministic, inplace);
   return {out[0], out[1], out.size() > 2 ? out[2] : Tensor(), {}, {}, {}};
