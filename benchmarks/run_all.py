@@ -1,12 +1,12 @@
-"""All benchmarks. Rows are compiled at once, in a process each, and timed one after the other.
+"""All benchmarks. Rows compile at once, in a process each, and are timed one after the other.
 
-Compilers take minutes for a row, and its times milliseconds. So the processes of a wave compile beside one another,
-wait until all have (harness/turns.py), and each is timed when no other uses its GPU. What times itself in another way,
-or uses all GPUs, runs alone behind the waves. Each row is printed when it ends. One that fails, or does not compile in
-time, is named at the end, and the exit status is 1.
+Compilers take minutes for a row, and its times milliseconds. So the processes of a wave compile beside one another and
+wait until all have compiled (harness/turns.py). Then each is timed while no other uses its GPU. Scripts without rows,
+and those that use all GPUs, run alone behind the waves. Each row is printed when it ends. Rows that fail, or do not
+compile in time, are named at the end, and the exit status is 1.
 
-Results are merged into the files of --output: a case of another commit than most keeps its own (harness/merging.py).
-What had times there and has none now is named too.
+Results are merged into the files of --output, where a case of another commit than most names its own
+(harness/merging.py). Implementations that lose their times by it are named at the end too.
 
     python benchmarks/run_all.py [--device cpu] [--only 'jsd|learned'] [--gpus 0,1] [--output benchmarks/results]
 """
@@ -29,10 +29,12 @@ from pathlib import Path
 
 import torch
 from harness import smaller_gpus, turns
-from harness.merging import merge_files
+from harness.merging import merge_into
 
 HERE = Path(__file__).parent
-ENVIRONMENT = dict(os.environ)  # before scripts are imported: JAX's keep torch out of their process
+ENVIRONMENT = dict(os.environ)  # as it was before scripts are imported: those of JAX set FUSEGRAD_TORCH=0
+# Beside a wave's other processes, each of which would start a compiler for every core.
+FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
 OF_ROWS = ("learned_biases", "folding", "transforms", "double_backward", "jax_attention")
 OF_CASES = (
     "flex_attention",
@@ -46,16 +48,16 @@ OF_CASES = (
 )
 ALONE = ("block_mask", "batch_invariant", "linear_products", "host_time", "stacks")
 ALL_GPUS = ("context_parallel", "vocab_parallel", "jax_devices", "train_lm")
-# Rows at once on a GPU, by what they hold while they wait; 1 where nothing is said.
+# A GPU has room for so many rows of a wave, which hold memory while they wait. A row of these scripts counts more.
 ROOM = 24
 HOLDS = {"linear_cross_entropy": 4, "linear_jsd": 6, "token_log_prob": 4, "jax_attention": 3, "transforms": 3,
          "train_step": 12, "biased_models": 6}  # fmt: skip
-HOST = re.compile(r"^host ")  # rows whose time is the host's: alone
+HOST = re.compile(r"^host ")  # rows that time the host run alone
 
 
 @dataclass(frozen=True)
 class Job:
-    """A process: a row of a script, or all of it."""
+    """A row of a script, or all of the script."""
 
     script: str
     row: str = ""
@@ -127,6 +129,13 @@ def waves(found: Sequence[Job], gpus: Sequence[str], room: int) -> list[Wave]:
     return made
 
 
+@dataclass(frozen=True)
+class Running:
+    job: Job
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+
 class Runner:
     def __init__(self, options: argparse.Namespace, more: Sequence[str], folder: Path) -> None:
         self.options = options
@@ -135,73 +144,70 @@ class Runner:
         self.failed: list[str] = []
         self.lost: list[str] = []
 
-    def start(self, job: Job, gpu: str, environment: dict[str, str]) -> subprocess.Popen[str]:
-        place = self.folder / re.sub(r"[^a-z0-9]+", "-", f"{job.name} {gpu}".lower())
-        place.mkdir()
-        devices = {"CUDA_VISIBLE_DEVICES": gpu} if self.options.device == "cuda" else {}
-        return subprocess.Popen(
-            [sys.executable, str(HERE / f"{job.script}.py"), *job.arguments, *self.more, "--output", str(place)],
-            env={**ENVIRONMENT, **devices, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=(place / "log.txt").open("w"),
-            stderr=subprocess.STDOUT,
-            cwd=place,
-            text=True,
-        )
+    def start(self, job: Job, gpus: str, environment: dict[str, str]) -> Running:
+        folder = self.folder / re.sub(r"[^a-z0-9]+", "-", job.name.lower())
+        folder.mkdir()
+        devices = {"CUDA_VISIBLE_DEVICES": gpus} if self.options.device == "cuda" else {}
+        with (folder / "log.txt").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / f"{job.script}.py"), *job.arguments, *self.more, "--output", str(folder)],
+                env={**ENVIRONMENT, **devices, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+            )
+        return Running(job, folder, process)
 
-    def ended(self, job: Job, process: subprocess.Popen[str], why: str = "") -> None:
-        place = Path(str(process.args[-1]))  # type: ignore[index]
-        print(f"\n=== {job.name}\n{(place / 'log.txt').read_text().rstrip()}", flush=True)
-        if process.returncode != 0:
-            why = why or f"exit status {process.returncode}"
-        for path in place.glob("*.json"):
-            raised = [case["failure"] for case in json.loads(path.read_text()).get("cases", []) if "failure" in case]
-            why = why or "; ".join(raised)
+    def ended(self, one: Running, why: str = "") -> None:
+        """why: the failure, where the exit status does not tell."""
+        print(f"\n=== {one.job.name}\n{(one.folder / 'log.txt').read_text().rstrip()}", flush=True)
+        if one.process.returncode != 0:
+            why = why or f"exit status {one.process.returncode}"
+        found = {path.name: json.loads(path.read_text()) for path in sorted(one.folder.glob("*.json"))}
+        cases = [case for document in found.values() for case in document.get("cases", [])]
+        why = why or "; ".join(case["failure"] for case in cases if "failure" in case)
         if why:
-            self.failed.append(f"{job.name}: {why}")
+            self.failed.append(f"{one.job.name}: {why}")
         elif self.options.output is not None:
-            self.lost += merge_files(place, self.options.output)
+            for name, document in found.items():
+                self.lost += merge_into(self.options.output / name, document)
 
     def wave(self, wave: Wave, number: int) -> None:
         turn = turns.Turns(self.folder / f"turns-{number}")
-        # Compilers of a process are many by themselves.
-        environment = {turns.FOLDER: str(turn.folder), "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
-        if self.options.device == "cpu":
-            environment = {turns.FOLDER: str(turn.folder)}
-        running = [(job, self.start(job, gpu, environment)) for gpu, all_ in wave.by_gpu.items() for job in all_]
+        environment = {turns.FOLDER: str(turn.folder)} | (FEW_THREADS if self.options.device == "cuda" else {})
+        running = [self.start(job, gpu, environment) for gpu, all_ in wave.by_gpu.items() for job in all_]
         try:
             self.watch(running, turn)
         finally:
-            for _, process in running:
-                process.kill()
+            for one in running:
+                one.process.kill()
 
-    def watch(self, running: list[tuple[Job, subprocess.Popen[str]]], turn: turns.Turns) -> None:
-        """Until all have ended, which leaves none."""
-        late: set[int] = set()
+    def watch(self, running: list[Running], turn: turns.Turns) -> None:
+        """Returns when all have ended, and leaves the list empty."""
+        late: list[Running] = []
         began, limit = False, time.monotonic() + self.options.patience
         while running:
             if not began:
-                waiting = [one for _, one in running if one.pid not in turn.ready() and one.poll() is None]
+                ready = turn.ready()
+                waiting = [one for one in running if one.process.pid not in ready and one.process.poll() is None]
                 if waiting and time.monotonic() > limit:
-                    late |= {one.pid for one in waiting}
                     for one in waiting:
-                        one.kill()
-                        one.wait()
-                    waiting = []
+                        one.process.kill()
+                        one.process.wait()
+                    late, waiting = waiting, []
                 if not waiting:
                     turn.begin()
                     began = True
-            for job, process in list(running):
-                if process.poll() is not None:
-                    why = f"did not compile in {self.options.patience} s" if process.pid in late else ""
-                    self.ended(job, process, why)
-                    running.remove((job, process))
+            for one in [one for one in running if one.process.poll() is not None]:
+                self.ended(one, f"did not compile in {self.options.patience} s" if one in late else "")
+                running.remove(one)
             time.sleep(0.1)
 
     def alone(self, job: Job, gpus: Sequence[str]) -> None:
-        process = self.start(job, ",".join(gpus) if job.script in ALL_GPUS else gpus[0], {})
-        process.wait()
-        self.ended(job, process)
+        one = self.start(job, ",".join(gpus) if job.script in ALL_GPUS else gpus[0], {})
+        one.process.wait()
+        self.ended(one)
 
 
 def main() -> int:
@@ -225,7 +231,7 @@ def main() -> int:
         return 0
     if not found:
         parser.error(f"--only: must match a benchmark, see --list, but got {options.only!r}")
-    # Cores that compile would disturb what is timed on them.
+    # On the CPU compilers would take the cores on which another row is timed.
     room = options.room if options.device == "cuda" else 1
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(options, more, Path(folder))
@@ -234,7 +240,7 @@ def main() -> int:
         for job in found:
             if job.alone:
                 runner.alone(job, gpus)
-    for what, names in (("FAILED", runner.failed), ("no time any more", runner.lost)):
+    for what, names in (("FAILED", runner.failed), ("LOST ITS TIME", runner.lost)):
         for name in names:
             print(f"{what}: {name}", file=sys.stderr)
     return int(bool(runner.failed))

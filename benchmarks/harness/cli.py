@@ -67,7 +67,7 @@ def _parser(benchmark: AnyBenchmark) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     sizes = "x".join(benchmark.letters)
     parser.add_argument("--shapes", help=f"comma-separated {sizes}[:dtype], in place of the default cases")
-    parser.add_argument("--case", type=int, help="the number of one default case; launch overhead comes with the first")
+    parser.add_argument("--case", type=int, help="number of one default case; the first measures launch overhead too")
     parser.add_argument("--only", default="", help="regular expression on the implementations' names")
     parser.add_argument("--quick", action="store_true", help="essential implementations, cases and repetitions")
     parser.add_argument("--rounds", type=int, help="rounds in which the implementations alternate")

@@ -1,4 +1,4 @@
-"""Results of rows that were measured apart, in one file: a row of another commit than most names its own."""
+"""Merges results of different runs into one file, where a case of another commit than most names its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from harness.report import write_json
 
 Document = dict[str, Any]
-OWN = ("commit", "date")  # what a case or a section says by itself of another run
+OWN = ("commit", "date")  # fields of a part that comes from another run than the document
 
 
 def key_of(case: Document) -> object:
-    """What a case is of, whatever the script calls it."""
+    """The same for the same case of two runs."""
     return *(case.get(name) for name in ("row", "name", "case", "op", "dtype")), *case.get("sizes", {}).items()
 
 
-def named(case: Document) -> str:
-    """As people are told of it."""
+def label_of(case: Document) -> str:
+    """For messages."""
     words = [str(case[name]) for name in ("row", "name", "case", "op") if name in case]
     return " ".join(words + [f"{letter}{size}" for letter, size in case.get("sizes", {}).items()])
 
 
 def timed(case: Document) -> set[str]:
-    """Names of what has times in a case."""
+    """Names of the implementations that have times in a case."""
     if isinstance(case.get("ms"), dict):
         return set(case["ms"])
     results = case.get("results", [])
@@ -34,9 +34,8 @@ def timed(case: Document) -> set[str]:
 
 
 def merge(old: Document | None, new: Document) -> tuple[Document, list[str]]:
-    """Both documents' cases, the new ones in place of the old ones; and what had times before and has none now.
-
-    A document without cases takes the old one's place."""
+    """A document with the cases of both, the new ones where both have a case, and the implementations that lose their
+    times by it. A new document without cases takes the place of the old one."""
     if old is None or "cases" not in new or "cases" not in old:
         return new, []
     old, new = _with_own(old), _with_own(new)
@@ -50,7 +49,7 @@ def merge(old: Document | None, new: Document) -> tuple[Document, list[str]]:
         if place is None:
             document["cases"].append(case)
             continue
-        lost += [f"{named(case)}: {name}" for name in sorted(timed(document["cases"][place]) - timed(case))]
+        lost += [f"{label_of(case)}: {name}" for name in sorted(timed(document["cases"][place]) - timed(case))]
         document["cases"][place] = case
     if not document["extra"]:
         del document["extra"]
@@ -67,13 +66,13 @@ def merge(old: Document | None, new: Document) -> tuple[Document, list[str]]:
 
 
 def _parts(document: Document) -> list[Document]:
-    """What may be of a run of its own."""
+    """The parts that may come from different runs."""
     launch = [document["launch"]] if "launch" in document else []
     return [*document["cases"], *launch, *document.get("extra", {}).values()]
 
 
 def _with_own(document: Document) -> Document:
-    """A copy whose parts all say what run they are of."""
+    """A copy in which each part names its run."""
     document = copy.deepcopy(document)
     for part in _parts(document):
         for name in OWN:
@@ -81,13 +80,8 @@ def _with_own(document: Document) -> Document:
     return document
 
 
-def merge_files(found: Path, folder: Path) -> list[str]:
-    """Merges each JSON of `found` into the one of its name in `folder`; what lost its times."""
-    lost = []
-    for path in sorted(found.glob("**/*.json")):
-        target = folder / path.name
-        old = json.loads(target.read_text()) if target.exists() else None
-        document, gone = merge(old, json.loads(path.read_text()))
-        lost += [f"{path.stem}, {name}" for name in gone]
-        write_json(target, document)
-    return lost
+def merge_into(path: Path, new: Document) -> list[str]:
+    """Merges a document into a JSON file, which need not exist. Returns the implementations that lose their times."""
+    merged, lost = merge(json.loads(path.read_text()) if path.exists() else None, new)
+    write_json(path, merged)
+    return [f"{path.stem}, {name}" for name in lost]

@@ -123,9 +123,7 @@ def alternate(
     The floor is timed before each round and, on a GPU, whose rate varies with its power, after every step.
     Returns the times by name, and the floor's medians in the order in which they were taken.
     """
-    if device == "cuda":
-        torch.cuda.empty_cache()  # others may be compiling beside it
-    take_turn()
+    take_turn(torch.cuda.empty_cache)
     times = {name: Times() for name in steps}
     floor_times: list[float] = []
     names = list(steps)

@@ -1,25 +1,33 @@
-"""A row's turn, where benchmarks/run_all.py compiles many at once: it is timed when all of them are compiled, and no
-other uses its GPU then."""
+"""Turns of rows that benchmarks/run_all.py compiles at once: a row is timed when all of them are compiled, and while no
+other uses its GPU."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-# The environment's name of a folder, whose files say who is ready, that timing may begin, and whose turn it is.
+# The environment variable that names a folder. Its files say who is ready, that timing may begin, and whose turn it is.
 FOLDER = "BENCHMARK_TURNS"
 READY, GO = "ready", "go"
-_held: list[IO[str]] = []  # until the process ends
+_held: list[IO[str]] = []  # the lock, until the process ends
 
 
-def take_turn() -> None:
-    """Called before anything is timed; returns at once where the process is not one of many."""
+def take_turn(release: Callable[[], object] = lambda: None) -> None:
+    """Waits for the process's turn before it times anything. Returns at once where run_all.py did not start it.
+
+    release: gives back memory that the process does not use while it waits.
+
+    Raises:
+        RuntimeError: run_all.py ended before timing began.
+    """
     folder = os.environ.get(FOLDER)
     if folder is None or _held:
         return
+    release()
     turns, parent = Path(folder), os.getppid()
     (turns / READY / str(os.getpid())).touch()
     while not (turns / GO).exists():
@@ -32,7 +40,7 @@ def take_turn() -> None:
 
 
 class Turns:
-    """What the parent of the processes sees of them."""
+    """The parent's side."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -334,14 +334,12 @@ def flex_attention(
     return returned(out, lse, max_scores, return_lse, return_aux)
 
 
-# As known(): the op's arguments themselves, its functions as texts.
-_attend_known = direct.bound(
-    "flex_attention of texts",
-    ["query", "key", "value", "mods", "scale", "enable_gqa", "inplace", "deterministic", "aux", "dropout_p",
-     "batch_invariant"],
-    11,
-    None,
-)  # fmt: skip
+_OP_ARGUMENTS = [
+    "query", "key", "value", "mods", "scale", "enable_gqa", "inplace", "deterministic", "aux", "dropout_p",
+    "batch_invariant",
+]  # fmt: skip
+# Like known(), for calls that have the op's own arguments: score and mask functions are texts.
+_attend_known = direct.bound("flex_attention of texts", _OP_ARGUMENTS, len(_OP_ARGUMENTS), None)
 
 
 def attend_traced(

@@ -2,8 +2,8 @@
 // beside its libfusegrad, and by Python's stable ABI for every Python.
 //
 // A call is taken here where each argument has the plain type of its field and nothing watches what PyTorch does: no
-// mode, transform, tracer, subclass or tangent. For any other the result is None, and the op's Python function, which
-// checks and makes messages, goes on.
+// mode (but that of torch.set_default_device), transform, tracer, subclass or tangent. For any other the result is
+// None, and the op's Python function, which checks and makes messages, goes on.
 #include <ATen/ATen.h>
 
 #include <array>
@@ -188,13 +188,9 @@ class Loss : public OpFunction<Arguments> {
   size_t inplace_;
 };
 
-PyObject* tuple_of(const std::vector<Tensor>& tensors) {
-  py::Object tuple(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    py::Object item(THPVariable_Wrap(tensors[i]));
-    if (PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), item.release()) != 0) throw py::Raised();
-  }
-  return tuple.release();
+template <class... Tensors>
+PyObject* tuple_of(const Tensors&... tensors) {
+  return py::to_python(std::make_tuple(py::Object(THPVariable_Wrap(tensors))...)).release();
 }
 
 class Flex : public OpFunction<FlexAttentionCall> {
@@ -224,7 +220,7 @@ class Flex : public OpFunction<FlexAttentionCall> {
     }
     arguments.mods = mods.views();
     const auto [out, lse, max_scores] = run(op_, arguments);
-    return values[return_lse_] == Py_True ? tuple_of({out, lse}) : THPVariable_Wrap(out);
+    return values[return_lse_] == Py_True ? tuple_of(out, lse) : THPVariable_Wrap(out);
   }
 
  private:
@@ -234,7 +230,8 @@ class Flex : public OpFunction<FlexAttentionCall> {
   size_t score_mod_ = place_of("score_mod"), block_mask_ = place_of("block_mask"), return_lse_ = place_of("return_lse");
 };
 
-// flex_attention's op itself: its functions are texts already, the tuple "mods", and all three results go back.
+// The op flex_attention itself. Its caller passes score and mask functions as texts, the tuple "mods" in the order of
+// FlexMods, and gets all three results.
 class FlexOfTexts : public OpFunction<FlexAttentionCall> {
  public:
   FlexOfTexts(std::vector<py::Object> names, size_t positional) : OpFunction(std::move(names), positional) {
@@ -245,11 +242,10 @@ class FlexOfTexts : public OpFunction<FlexAttentionCall> {
     FlexAttentionCall arguments;
     Mods mods;
     if (values[mods_] == nullptr || !read_all(values, arguments)) return nullptr;
-    Py_INCREF(values[mods_]);
-    if (!mods.take(py::Object(values[mods_]))) return nullptr;
+    if (!mods.take(py::Convert<py::Object>::from(values[mods_]))) return nullptr;
     arguments.mods = mods.views();
     const auto [out, lse, max_scores] = run(op_, arguments);
-    return tuple_of({out, lse, max_scores});
+    return tuple_of(out, lse, max_scores);
   }
 
  private:

@@ -19,11 +19,11 @@ namespace fusegrad::plain {
 
 using at::Tensor;
 
-// Kept for good, as modules are. Set when the module is loaded: an import where a static begins could wait for a thread
-// that waits for the static.
+// Never released. find_modes() sets them when the module is loaded, not a function's static at the first call: the
+// import could hand the GIL to a thread that waits for the static.
 inline PyObject *function_mode_at = nullptr, *device_context = nullptr;
 
-/// Comes before all calls.
+/// Must be called once, before is_watched().
 inline void find_modes() {
   const auto from = [](const char* module, const char* name) {
     const python::Object found(PyImport_ImportModule(module));
@@ -33,8 +33,8 @@ inline void find_modes() {
   device_context = from("torch.utils._device", "DeviceContext");
 }
 
-/// Whether the only mode of functions says nothing but where new tensors are: that of torch.set_default_device and
-/// `with torch.device(..)`.
+/// Whether the first function mode is that of torch.set_default_device and `with torch.device(..)`, which only says
+/// where new tensors are.
 inline bool is_default_device() {
   const python::Object first(PyLong_FromLong(0));
   const python::Object mode(PyObject_CallFunctionObjArgs(function_mode_at, first.get(), nullptr));

@@ -415,7 +415,7 @@ def test_queries_of_tall_tiles(d: int, m: int) -> None:
 
 @pytest.mark.parametrize("d", [24, 48, 64])
 def test_masks_that_give_keys_many_queries(d: int) -> None:
-    """dQ is added to zeros there, instead of by whoever comes first."""
+    """There dQ is added to zeros; elsewhere the first CTA stores it."""
     m, n = 1290, 300
     tensors = inputs(2, 4, m, n, d, hkv=2)
     mask = create_block_mask(causal, None, None, m, n, device=DEVICE)

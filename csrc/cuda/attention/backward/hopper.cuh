@@ -86,7 +86,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // and warps that store or add dQ keep what they will do next.
   static constexpr bool kCopies = Tiles::Boxes::kCopies;
   static constexpr bool kCounts = Config::kOrdered || (Config::kWhole && Config::kBlocks);
-  // Consumers of tall tiles need more; those warps spill a few.
+  // Beside tall tiles, whose consumers need the registers, the warps that add dQ spill a few.
   static constexpr bool kAdds = Config::kGradQuery && !Config::kWhole && Config::kRows % 64 == 0;
   static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || kCounts || kAdds ? 40 : 24;
   static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
