@@ -48,10 +48,19 @@ OF_CASES = (
 )
 ALONE = ("block_mask", "batch_invariant", "linear_products", "host_time", "stacks")
 ALL_GPUS = ("context_parallel", "vocab_parallel", "jax_devices", "train_lm")
-# A GPU has room for so many rows of a wave, which hold memory while they wait. A row of these scripts counts more.
+# A GPU has room for so many rows of a wave, which hold memory while they wait. Those whose jobs these patterns match
+# count more, since peers that keep all pairs or all logits take much of it while they compile.
 ROOM = 24
-HOLDS = {"linear_cross_entropy": 4, "linear_jsd": 6, "token_log_prob": 4, "jax_attention": 3, "transforms": 3,
-         "train_step": 12, "biased_models": 6}  # fmt: skip
+HOLDS = {
+    r"cross_entropy N\d{4}": 3,
+    r"jsd N\d{4}": 8,
+    r"token_log_prob": 4,
+    r"jax_attention": 3,
+    r"transforms (linear|.*4096)": 3,
+    r"double_backward .*(\(4, 16|16384)": 8,
+    r"train_step": 24,
+    r"biased_models": 4,
+}
 HOST = re.compile(r"^host ")  # rows that time the host run alone
 
 
@@ -69,7 +78,7 @@ class Job:
 
     @property
     def holds(self) -> int:
-        return HOLDS.get(self.script, 1)
+        return next((holds for pattern, holds in HOLDS.items() if re.search(pattern, self.name)), 1)
 
     @property
     def alone(self) -> bool:
@@ -121,9 +130,10 @@ def needs_jax(script: str) -> bool:
 
 
 def waves(found: Sequence[Job], gpus: Sequence[str], room: int) -> list[Wave]:
+    """Each job in the first wave that has room for it, or alone in one of its own."""
     made: list[Wave] = []
     for job in found:
-        if not made or not made[-1].take(job, gpus, room):
+        if not any(wave.take(job, gpus, room) for wave in made):
             made.append(Wave())
             made[-1].take(job, gpus, room)
     return made
