@@ -1,7 +1,7 @@
 """All benchmarks. Rows compile at once, in a process each, and are timed one after the other.
 
 Compilers take minutes for a row, and its times milliseconds. So the processes of a wave compile beside one another and
-wait until all have compiled (harness/turns.py). Then each is timed while no other uses its GPU. Scripts without rows,
+stop until all have compiled (harness/turns.py). Then each is timed while no other uses its GPU. Scripts without rows,
 and those that use all GPUs, run alone behind the waves. Each row is printed when it ends. Rows that fail, or do not
 compile in time, are named at the end, and the exit status is 1.
 
@@ -14,11 +14,13 @@ Results are merged into the files of --output, where a case of another commit th
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,10 +59,12 @@ HOLDS = {
     r"token_log_prob": 4,
     r"jax_attention": 3,
     r"transforms (linear|.*4096)": 3,
+    r"folding triangle (768|1024)": 4,
     r"double_backward .*(\(4, 16|16384)": 8,
     r"train_step": 24,
     r"biased_models": 4,
 }
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HOST = re.compile(r"^host ")  # rows that time the host run alone
 
 
@@ -139,9 +143,16 @@ def waves(found: Sequence[Job], gpus: Sequence[str], room: int) -> list[Wave]:
     return made
 
 
+def die_with_parent() -> None:
+    """In a new process: one that has stopped would wait for ever for a parent that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Running:
     job: Job
+    gpus: str
     folder: Path
     process: subprocess.Popen[bytes]
 
@@ -166,8 +177,9 @@ class Runner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
+                preexec_fn=die_with_parent,
             )
-        return Running(job, folder, process)
+        return Running(job, gpus, folder, process)
 
     def ended(self, one: Running, why: str = "") -> None:
         """why: the failure, where the exit status does not tell."""
@@ -183,35 +195,26 @@ class Runner:
             for name, document in found.items():
                 self.lost += merge_into(self.options.output / name, document)
 
-    def wave(self, wave: Wave, number: int) -> None:
-        turn = turns.Turns(self.folder / f"turns-{number}")
-        environment = {turns.FOLDER: str(turn.folder)} | (FEW_THREADS if self.options.device == "cuda" else {})
+    def wave(self, wave: Wave) -> None:
+        environment = {turns.PARENT: str(os.getpid())} | (FEW_THREADS if self.options.device == "cuda" else {})
         running = [self.start(job, gpu, environment) for gpu, all_ in wave.by_gpu.items() for job in all_]
-        try:
-            self.watch(running, turn)
-        finally:
-            for one in running:
-                one.process.kill()
-
-    def watch(self, running: list[Running], turn: turns.Turns) -> None:
-        """Returns when all have ended, and leaves the list empty."""
         late: list[Running] = []
         began, limit = False, time.monotonic() + self.options.patience
         while running:
-            if not began:
-                ready = turn.ready()
-                waiting = [one for one in running if one.process.pid not in ready and one.process.poll() is None]
-                if waiting and time.monotonic() > limit:
-                    for one in waiting:
-                        one.process.kill()
-                        one.process.wait()
-                    late, waiting = waiting, []
-                if not waiting:
-                    turn.begin()
-                    began = True
             for one in [one for one in running if one.process.poll() is not None]:
                 self.ended(one, f"did not compile in {self.options.patience} s" if one in late else "")
                 running.remove(one)
+            waiting = [one for one in running if turns.waits(one.process.pid)]
+            if not began:
+                began = len(waiting) == len(running)
+                if not began and time.monotonic() > limit:
+                    late = [one for one in running if one not in waiting]
+                    for one in late:
+                        one.process.kill()
+            else:
+                busy = {one.gpus for one in running if one not in waiting}
+                for gpu in {one.gpus for one in waiting} - busy:
+                    turns.give(next(one.process.pid for one in waiting if one.gpus == gpu))
             time.sleep(0.1)
 
     def alone(self, job: Job, gpus: Sequence[str]) -> None:
@@ -245,8 +248,8 @@ def main() -> int:
     room = options.room if options.device == "cuda" else 1
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(options, more, Path(folder))
-        for number, wave in enumerate(waves([job for job in found if not job.alone], gpus, room)):
-            runner.wave(wave, number)
+        for wave in waves([job for job in found if not job.alone], gpus, room):
+            runner.wave(wave)
         for job in found:
             if job.alone:
                 runner.alone(job, gpus)

@@ -15,7 +15,8 @@ from harness.failure import Outcome
 from harness.turns import take_turn
 
 # The GPU idles while the host enqueues the timed work: launch overhead, which is measured by itself, stays out of the
-# time between the events. It idles twice what the host took for the run before, which is not counted.
+# time between the events. It idles twice what the host takes. Implementations that are compared idle equally long: a
+# GPU that has rested runs products at a higher clock, by which calls that keep the host busy would look faster.
 CYCLES_A_SECOND = 2_000_000_000
 LEAST_SPACER_S, MOST_SPACER_S = 1e-3, 50e-3
 # The floor is timed so often that two of its runs are enough each time.
@@ -79,15 +80,36 @@ class Times:
         return statistics.median(mine / (floor * floor_scale) for mine, floor in pairs)
 
 
-def median_ms(timed: Timed, device: str, reps: int) -> float:
-    """Median of `reps` runs after one that is not counted. What they overwrote is restored: others' data too."""
+def median_ms(timed: Timed, device: str, reps: int, host_s: float | None = None) -> float:
+    """Median of `reps` runs after one that is not counted. What they overwrote is restored: others' data too.
+
+    host_s: what the GPU's idle time is for, in seconds; None: what the host takes for the first run.
+    """
     timed.prepare()
-    started = time.perf_counter()
-    timed.run()
-    host_s = time.perf_counter() - started
-    median = _cuda_median(timed, reps, host_s) if device == "cuda" else _cpu_median(timed, reps)
+    first_s = _host_s(timed)
+    if device == "cuda":
+        median = _cuda_median(timed, reps, first_s if host_s is None else host_s)
+    else:
+        median = _cpu_median(timed, reps)
     timed.prepare()
     return median
+
+
+def _host_s(timed: Timed) -> float:
+    """Seconds in which the host enqueues a prepared run."""
+    started = time.perf_counter()
+    timed.run()
+    return time.perf_counter() - started
+
+
+def _host_s_alone(timed: Timed) -> float:
+    """The same of a GPU that is done with all before it, since a full queue makes the host wait."""
+    timed.prepare()
+    torch.cuda.synchronize()
+    host_s = _host_s(timed)
+    torch.cuda.synchronize()
+    timed.prepare()
+    return host_s
 
 
 def _cuda_median(timed: Timed, reps: int, host_s: float) -> float:
@@ -127,10 +149,16 @@ def alternate(
     times = {name: Times() for name in steps}
     floor_times: list[float] = []
     names = list(steps)
+    host_s = 0.0
+    if device == "cuda":
+        for name, step in steps.items():
+            outcome = Outcome(functools.partial(_host_s_alone, step))
+            times[name].failure = outcome.failure
+            host_s = max(host_s, 0.0 if outcome.failure else outcome.value)
 
     def take_floor() -> float:
         assert floor is not None
-        floor_times.append(median_ms(floor, device, FLOOR_REPS))
+        floor_times.append(median_ms(floor, device, FLOOR_REPS, host_s))
         return floor_times[-1]
 
     for index in range(rounds):
@@ -139,7 +167,7 @@ def alternate(
         for name in names[shift:] + names[:shift]:
             if times[name].failure:
                 continue
-            outcome = Outcome(functools.partial(median_ms, steps[name], device, reps))
+            outcome = Outcome(functools.partial(median_ms, steps[name], device, reps, host_s))
             if outcome.failure:
                 times[name].failure = outcome.failure
                 continue

@@ -1,54 +1,34 @@
-"""Turns of rows that benchmarks/run_all.py compiles at once: a row is timed when all of them are compiled, and while no
-other uses its GPU."""
+"""Turns of rows that benchmarks/run_all.py compiles at once. A row's process stops before it times anything, and goes
+on when all of them are compiled and no other uses its GPU. None of a stopped process's threads, of compilers and XLA
+too, takes a core from the row that is timed."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
+import signal
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO
 
-# The environment variable that names a folder. Its files say who is ready, that timing may begin, and whose turn it is.
-FOLDER = "BENCHMARK_TURNS"
-READY, GO = "ready", "go"
-_held: list[IO[str]] = []  # the lock, until the process ends
+PARENT = "BENCHMARK_TURNS"  # the environment variable that names run_all.py's process
+_taken = False
 
 
 def take_turn(release: Callable[[], object] = lambda: None) -> None:
     """Waits for the process's turn before it times anything. Returns at once where run_all.py did not start it.
 
     release: gives back memory that the process does not use while it waits.
-
-    Raises:
-        RuntimeError: run_all.py ended before timing began.
     """
-    folder = os.environ.get(FOLDER)
-    if folder is None or _held:
+    global _taken
+    if _taken or os.environ.get(PARENT) != str(os.getppid()):
         return
+    _taken = True
     release()
-    turns, parent = Path(folder), os.getppid()
-    (turns / READY / str(os.getpid())).touch()
-    while not (turns / GO).exists():
-        if os.getppid() != parent:
-            raise RuntimeError("run_all.py has ended, and nobody says that timing may begin")
-        time.sleep(0.1)
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
-    _held.append((turns / f"turn-{gpu}").open("w"))
-    fcntl.flock(_held[0], fcntl.LOCK_EX)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Turns:
-    """The parent's side."""
+def waits(pid: int) -> bool:
+    """Whether a child, which has not ended, waits for its turn."""
+    return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / READY).mkdir(parents=True)
 
-    def ready(self) -> set[int]:
-        """Ids of the processes that have compiled."""
-        return {int(one.name) for one in (self.folder / READY).iterdir()}
-
-    def begin(self) -> None:
-        (self.folder / GO).touch()
+def give(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)

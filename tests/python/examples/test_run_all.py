@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,60 +14,107 @@ from typing import Any
 
 import pytest
 import run_all
-from harness import merging, turns
+import torch
+from harness import merging, timing, turns
 
 ROOT = Path(run_all.__file__).parent
-TURN = """
-import sys, time
+TIMED = """
+import pathlib, sys, time
 from harness.turns import take_turn
-take_turn()
-print(time.time(), end=" ")
-time.sleep(0.3)
-take_turn()
-print(time.time())
+took = []
+for _ in range(2):
+    take_turn()
+    took.append(time.time())
+    time.sleep(0.3)
+pathlib.Path(sys.argv[1]).write_text(" ".join(map(str, took)))
 """
 
 
-def test_turns_begin_when_all_are_ready_and_take_one_at_a_time(tmp_path: Path) -> None:
-    turn = turns.Turns(tmp_path / "turns")
-    more = {turns.FOLDER: str(turn.folder), "PYTHONPATH": str(ROOT)}
-
-    def start(gpu: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, **more, "CUDA_VISIBLE_DEVICES": gpu}
-        return subprocess.Popen([sys.executable, "-c", TURN], env=environment, stdout=subprocess.PIPE, text=True)
-
-    running = [start(gpu) for gpu in "001"]
-    while turn.ready() != {one.pid for one in running}:
-        assert all(one.poll() is None for one in running)
-        time.sleep(0.05)
-    began = time.time()
-    turn.begin()
-    first, second, other = ([float(word) for word in one.communicate(timeout=60)[0].split()] for one in running)
-    assert began < min(first[0], second[0], other[0])
-    earlier, later = sorted((first, second))
-    assert later[0] >= earlier[1]
-    assert other[0] < later[0]  # another GPU's does not wait
+def wait_until(what: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
-def test_who_waits_for_a_turn_ends_with_its_parent(tmp_path: Path) -> None:
-    turn = turns.Turns(tmp_path / "turns")
-    environment = {**os.environ, turns.FOLDER: str(turn.folder), "PYTHONPATH": str(ROOT)}
-    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {TURN!r}], stderr=open('err', 'w'))"
-    child += "; import time; time.sleep(1)"
-    parent = subprocess.Popen([sys.executable, "-c", child], env=environment, cwd=tmp_path)
-    while not turn.ready():
-        time.sleep(0.05)
+def test_a_row_stops_until_its_turn(tmp_path: Path) -> None:
+    environment = {**os.environ, turns.PARENT: str(os.getpid()), "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen([sys.executable, "-c", TIMED, tmp_path / "took"], env=environment)
+    wait_until(lambda: turns.waits(child.pid))
+    before = time.time()
+    turns.give(child.pid)
+    assert not turns.waits(child.pid)
+    assert child.wait(timeout=60) == 0
+    assert before <= min(map(float, (tmp_path / "took").read_text().split()))
+
+
+def test_rows_of_a_wave_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timed.py").write_text(TIMED)
+    (tmp_path / "late.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(run_all, "HERE", tmp_path)
+    monkeypatch.setitem(run_all.ENVIRONMENT, "PYTHONPATH", str(ROOT))
+    options = argparse.Namespace(device="cuda", commit=None, output=None, patience=3)
+    runner = run_all.Runner(options, [], tmp_path)
+    job = {name: run_all.Job("timed", name, (str(tmp_path / f"took-{name}"),)) for name in "abc"}
+    runner.wave(run_all.Wave({"0": [job["a"], job["b"], run_all.Job("late", "d")], "1": [job["c"]]}))
+    assert runner.failed == ["late d: did not compile in 3 s"]
+    a, b, c = ([float(word) for word in (tmp_path / f"took-{name}").read_text().split()] for name in "abc")
+    earlier, later = sorted((a, b))
+    assert later[0] > earlier[1]
+    assert c[0] < later[0]  # another GPU's does not wait
+
+
+def test_who_waits_for_a_turn_dies_with_its_parent(tmp_path: Path) -> None:
+    child = f"""
+import os, subprocess, sys, time
+import run_all
+from harness import turns
+environment = dict(os.environ) | {{turns.PARENT: str(os.getpid())}}
+child = subprocess.Popen([sys.executable, "-c", {TIMED!r}], env=environment, preexec_fn=run_all.die_with_parent)
+while not turns.waits(child.pid):
+    time.sleep(0.02)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, "-c", child], env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    limit = time.monotonic() + 30
-    while "run_all.py has ended" not in (tmp_path / "err").read_text():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    parent.stdout.close()
+
+    def ended() -> bool:
+        status = Path(f"/proc/{pid}/stat")
+        return not status.exists() or status.read_text().rpartition(") ")[2].startswith("Z")
+
+    wait_until(ended)
 
 
 def test_no_turn_is_taken_alone() -> None:
-    assert turns.FOLDER not in os.environ
+    assert turns.PARENT not in os.environ
     turns.take_turn()
+
+
+def test_a_gpu_idles_equally_long_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle: dict[str, set[float]] = {"quick": set(), "slow": set(), "floor": set()}
+
+    class Step(timing.Repeated):
+        def __init__(self, name: str, seconds: float) -> None:
+            super().__init__(lambda: time.sleep(seconds))
+            self.name = name
+
+    def median(step: Step, reps: int, host_s: float) -> float:
+        idle[step.name].add(host_s)
+        return 1.0
+
+    monkeypatch.setattr(timing, "_cuda_median", median)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    steps: dict[str, timing.Timed] = {"quick": Step("quick", 0.0), "slow": Step("slow", 0.02)}
+    times, _ = timing.alternate(steps, Step("floor", 0.0), "cuda", 2, 1)  # type: ignore[arg-type]
+    assert times["quick"].ms == 1.0
+    (host_s,) = idle["quick"]
+    assert host_s >= 0.02 and idle["slow"] == idle["floor"] == {host_s}
 
 
 def document(commit: str, date: str, **cases: dict[str, float]) -> dict[str, Any]:
