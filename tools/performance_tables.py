@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from charts import CLASSES, PEERS_OF_ATTENTION, is_run, results, teraflops
+from charts import CLASSES, PEERS_OF_ATTENTION, case_of, is_run, results, teraflops
 
 Document = dict[str, Any]
 
@@ -49,6 +49,7 @@ def summary(gpu: dict[str, Document]) -> str:
             peers = {n: r for n, r in peers.items() if (r["peak_mib"] < 100) == inplace}
         fastest = min(peers, key=lambda name: peers[name]["ms"])
         cells = [f"{number(one['ms'])} ms, {mib(one)} MiB" for one in (found[ours], peers[fastest], found["eager"])]
+        label += of_commit(case_of(gpu[op], **sizes))
         return [label, cells[0], f"{cells[1]} ({fastest.split()[0]})", cells[2], f"{found[ours]['floor_ratio']:.2f}"]
 
     def attention(work: str) -> list[str]:
@@ -56,7 +57,8 @@ def summary(gpu: dict[str, Document]) -> str:
         ours, *peers = (found[f"{name} plain {work}"] for name in ("fusegrad", "fa4", "compile"))
         names = "FlashAttention 4", "compiled flex_attention"
         cells = [f"{number(one['ms'])} ms ({name})" for one, name in zip(peers, names, strict=True)]
-        return [f"attention {work}", f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
+        label = f"attention {work}" + of_commit(case_of(gpu["flex_attention"], D=128, S=4096))
+        return [label, f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
 
     rows = [
         loss("cross entropy", "cross_entropy", "fusegrad", False, N=8192, V=128256),
@@ -266,13 +268,14 @@ def steps(document: Document) -> str:
     }
     rows = []
     for case in document["cases"]:
-        found = sorted(case["results"], key=lambda one: -one["tokens_per_s"])
+        ran = [one for one in case["results"] if "failure" not in one]
+        found = sorted(ran, key=lambda one: -one["tokens_per_s"])
         ours = next(one for one in found if one["ours"])
         peers = [one for one in found if not one["ours"]][:3]
         cells = [
             f"{one['tokens_per_s']:,.0f} at {one['peak_mib'] / 1024:.1f} ({one['name']})" for one in (ours, *peers)
         ]
-        sizes = "B{B} S{S}".format(**case["sizes"])
+        sizes = "B{B} S{S}".format(**case["sizes"]) + of_commit(case)
         rows.append([f"{titles[case['op']]}, {sizes}", cells[0], ", ".join(cells[1:])])
     return table(["tokens/s at GiB", "**fusegrad**", "peers"], rows)
 
@@ -288,7 +291,8 @@ def models(document: Document) -> str:
             for name in names
         ]
         title = case["op"].removesuffix(" step")
-        rows.append([f"{title}, " + " ".join(f"{k}{v}" for k, v in case["sizes"].items()), *cells])
+        sizes = " ".join(f"{k}{v}" for k, v in case["sizes"].items()) + of_commit(case)
+        rows.append([f"{title}, {sizes}", *cells])
     return table(["ms / GiB", *(bold(name) for name in names)], rows)
 
 
