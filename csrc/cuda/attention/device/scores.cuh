@@ -405,6 +405,17 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs_of_blocks(const Argume
   return alive;
 }
 
+/// The pairs of masked_pairs() whose row and column are there; (row, col) is the first one.
+template <int kBlocks>
+__device__ __forceinline__ Bits<kBlocks * 4> pairs_inside(int row, int rows, int col, int cols) {
+  using Result = Bits<kBlocks * 4>;
+  constexpr Result kAll = ~Result(0), kEvenColumns = kAll / 3, kFirstRows = kAll / 5;
+  const auto blocks = [](int count) { return count < kBlocks ? (Result(1) << (4 * count)) - 1 : kAll; };
+  const int left = max(cols - col, 0);
+  const Result columns = (blocks((left + 7) / 8) & kEvenColumns) | (blocks((left + 6) / 8) & ~kEvenColumns);
+  return columns & ((row < rows ? kFirstRows : 0) | (row + 8 < rows ? ~kFirstRows : 0));
+}
+
 /// Which of a thread's pairs take part: bit 4 * n + e for element e of accumulator n. (q, kv) is the first pair.
 /// kKeyRows: keys are the accumulators' rows, and queries their columns. As bits and before the score_mod, a mask_mod
 /// is instantiated only kTogether times, and a score_mod once an element, whether pairs are masked or not.
@@ -416,6 +427,8 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
   static_assert(kTogether % 2 == 0 && kBlocks * 4 % kTogether == 0);
   if constexpr (Config::kMixed) {
     return masked_pairs_of_blocks<Config, kBlocks, kKeyRows, kTogether>(a, mask, kind, b, h, q, kv);
+  } else if constexpr (!Config::kBlocks) {
+    return kKeyRows ? pairs_inside<kBlocks>(kv, a.keys, q, a.queries) : pairs_inside<kBlocks>(q, a.queries, kv, a.keys);
   } else {
     Result alive = 0;
 #pragma unroll 1
