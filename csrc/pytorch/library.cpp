@@ -143,6 +143,13 @@ TORCH_LIBRARY(fusegrad, m) {
          "int[] block_size) -> (Tensor kv_num_blocks, Tensor kv_indices, Tensor full_kv_num_blocks, Tensor "
          "full_kv_indices, Tensor q_num_blocks, Tensor q_indices, Tensor full_q_num_blocks, Tensor full_q_indices)");
 
+  // The bias that attention_pair_bias reads, of 16 bits or any other floats.
+  define<PairProjection>(m, "pair_projection", "Tensor");
+  define<PairProjection>(m, "pair_projection_forward", "Tensor");
+  define<PairProjectionBackward>(m, "pair_projection_backward",
+                                 "(Tensor grad_pair, Tensor grad_norm_weight, Tensor grad_norm_bias, Tensor "
+                                 "grad_projection_weight, Tensor grad_projection_bias)");
+
   // What varlen_mask's mask_mod captures: of each query of packed sequences the first and the last key that it sees.
   define(m,
          "varlen_keys(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt queries, bool causal, int left, int right) -> "

@@ -72,6 +72,17 @@ def _attention_second(a: dict[str, Any]) -> int:
     return 2 * a["head_count"] * a["row_count"] * a["key"].shape[2] * elements
 
 
+@_formula("pair_projection_forward")
+def _pair_projection(a: dict[str, Any]) -> int:
+    return 2 * a["pair"].numel() * a["projection_weight"].shape[0]
+
+
+@_formula("pair_projection_backward")
+def _pair_projection_backward(a: dict[str, Any]) -> int:
+    of_pair, *of_parameters, _ = a["needs_grad"]
+    return _pair_projection(a) * (of_pair + any(of_parameters))
+
+
 # --- linear losses: rows of hidden states by the columns of a head -----------------------------------------------
 
 

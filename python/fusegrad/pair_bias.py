@@ -15,6 +15,16 @@ from .folding import biased_attention
 __all__ = ["attention_pair_bias"]
 
 
+def _in_one_pass(given: tuple[Tensor | None, ...]) -> bool:
+    """Whether norm and projection of the pair representation are one op: of 16 bits that no autocast would change."""
+    pair = given[0]
+    assert pair is not None
+    kind, dtype = pair.device.type, pair.dtype
+    if dtype not in (torch.bfloat16, torch.float16) or any(t is not None and t.dtype != dtype for t in given):
+        return False
+    return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == dtype
+
+
 @checked
 def attention_pair_bias(
     single_repr: Tensor,
@@ -139,7 +149,11 @@ def attention_pair_bias(
     z = pair_repr
     if not is_cached_z_proj:
         assert w_proj_z is not None
-        z = F.linear(norm(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).permute(0, 3, 1, 2)
+        given = (pair_repr, w_ln_z, b_ln_z, w_proj_z, b_proj_z)
+        if _in_one_pass(given):
+            z = torch.ops.fusegrad.pair_projection(*given, eps, norm_kind == "layer_norm")
+        else:
+            z = F.linear(norm(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).permute(0, 3, 1, 2)
     biases = [z.unsqueeze(1)]
     if mask is not None:
         acc = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -35,7 +35,8 @@ TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
        {"cross_entropy_forward", "cross_entropy_backward", "flex_attention_forward", "flex_attention_backward",
         "flex_attention_dropout_mask", "flex_attention_jvp", "jsd_forward", "linear_cross_entropy_forward",
         "linear_cross_entropy_backward", "linear_cross_entropy_second", "linear_jsd_forward", "linear_jsd_backward",
-        "linear_log_prob_forward", "refuse_gradient", "scale_gradient", "support_logits", "support_logits_backward"}) {
+        "linear_log_prob_forward", "pair_projection_forward", "pair_projection_backward", "refuse_gradient",
+        "scale_gradient", "support_logits", "support_logits_backward"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

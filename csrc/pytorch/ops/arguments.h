@@ -755,6 +755,29 @@ struct FlexBackwardInto {
   OVERWRITTEN(at::TensorList, grad_buffers);
 };
 
+// --- what attention with a pair bias reads ------------------------------------------------------------------
+
+/// The bias of scores from a pair representation: a norm over its channels, and their projection to heads,
+/// [B, H, M, N]. The norm's result is rounded to the dtype.
+struct PairProjection {
+  FIELDS_OF(PairProjection)
+  REQUIRED(at::Tensor, pair);                 ///< [B, M, N, c]
+  REQUIRED(OptionalTensor, norm_weight);      ///< [c]
+  REQUIRED(OptionalTensor, norm_bias);        ///< [c]
+  REQUIRED(at::Tensor, projection_weight);    ///< [H, c]
+  REQUIRED(OptionalTensor, projection_bias);  ///< [H]
+  REQUIRED(double, eps) = 1e-5;
+  REQUIRED(bool, centered) = true;  ///< layer norm; false: by the root mean square alone
+};
+
+/// The gradients of the five tensors, empty where not wanted.
+struct PairProjectionBackward {
+  FIELDS_OF(PairProjectionBackward)
+  REQUIRED(at::Tensor, grad);
+  ALL_OF(PairProjection, of) {};
+  REQUIRED(Flags<5>, needs_grad) {};
+};
+
 #undef FIELDS_OF
 #undef LIST
 #undef REQUIRED

@@ -276,6 +276,16 @@ def attention(device: str, dtype: torch.dtype) -> set[str]:
     seen |= check(plain, q, k, v, what="attention without a score_mod")
     seen |= check(plain, q[:, :, :1], k, v, what="attention of one query", orders=0)
 
+    def project(*t: Tensor) -> Tensor:
+        out = torch.ops.fusegrad.pair_projection(*t, 1e-5, True)
+        assert isinstance(out, Tensor)
+        return out
+
+    for channels in (128, 48):
+        shapes = ((b, 9, 13, channels), (channels,), (channels,), (h, channels), (h,))
+        given = [normal(device, dtype, *shape) for shape in shapes]
+        seen |= check(project, *given, what=f"a pair bias of {channels} channels")
+
     def loss(q: Tensor, c: Tensor) -> Tensor:
         out = fusegrad.flex_attention(q, k, v, lambda s, b, h, i, j: s * c[h], enable_gqa=True)
         assert isinstance(out, Tensor)
