@@ -56,8 +56,9 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
 }
 /// Lines in shared memory of what mods read for kQueries queries and kKeys keys: one for each read of a score_mod by
 /// keys or diagonals whose index no other read gives, and of a mask_mod by queries too (csrc/score_mod/render_cuda.h).
-/// An element of a line takes one instruction, a read of the tensor eight to ten.
-template <class Mod, int kQueries, int kKeys, int kThreads>
+/// An element of a line takes one instruction, a read of the tensor eight to ten. kAsksMasks: what keeps reads of masks
+/// says too whether they are true throughout.
+template <class Mod, int kQueries, int kKeys, int kThreads, bool kAsksMasks = false>
 class TileLines {
   using Captured = typename Mod::Captured;
   static __device__ constexpr int places(int k) {
@@ -77,9 +78,22 @@ class TileLines {
     }
   }
   static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
+  template <int k>
+  static constexpr bool kIsMask = kSame<Element<k>, bool>;
+  template <int k = 0>
+  static __device__ constexpr bool has_masks() {
+    if constexpr (k < Mod::kLineCount) {
+      return kIsMask<k> || has_masks<k + 1>();
+    } else {
+      return false;
+    }
+  }
+  static constexpr int kLineWords = offset<Mod::kLineCount>(), kWarps = kThreads / kLanes;
 
  public:
-  static constexpr int kWords = offset<Mod::kLineCount>();
+  /// Whether true_throughout() may be asked.
+  static constexpr bool kMasks = kAsksMasks && has_masks();
+  static constexpr int kWords = kLineWords + (kMasks ? (kWarps + 1) / 2 * 2 : 0);
   /// For a score_mod: whether there are lines for all reads by keys or diagonals.
   static __device__ constexpr bool all() { return Mod::kLineCount > 0 && !Mod::kTouchesBesides; }
 
@@ -103,10 +117,12 @@ class TileLines {
     });
   }
   __device__ __forceinline__ void store(unsigned lines, int thread) const {
+    bool all_true = true;
     for_each_line([&](auto line, int i, int places) {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
       if (places % kThreads != 0 && at >= places) return;
+      if constexpr (kMasks && kIsMask<k>) all_true = all_true && ahead_[k][i] != 0;
       if constexpr (Mod::kLine[k].words == 2) {
         asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
       } else {
@@ -115,19 +131,35 @@ class TileLines {
                      : "memory");
       }
     });
+    if constexpr (kMasks) {
+      all_true = __all_sync(~0u, all_true);
+      if (thread % kLanes == 0) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (kLineWords + thread / kLanes) * 4),
+                     "r"(static_cast<int>(all_true))
+                     : "memory");
+      }
+    }
+  }
+  /// Whether masks are true for all keys.
+  static __device__ __forceinline__ bool true_throughout(unsigned lines) {
+    bool all = true;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) all = all && load_word(lines + (kLineWords + warp) * 4) != 0;
+    return all;
   }
 
-  /// The reads of a pair so many queries and keys from the first ones.
-  struct Reads {
+  /// The reads of a pair so many queries and keys from the first ones. kTrue: where masks are true throughout.
+  template <bool kTrue>
+  struct ReadsOf {
     unsigned lines, of_query, of_key, of_diagonal;
-    __device__ __forceinline__ Reads(unsigned lines, int q, int kv)
+    __device__ __forceinline__ ReadsOf(unsigned lines, int q, int kv)
         : lines(lines), of_query(lines + q * 4), of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
       // Else they would be computed anew for each pair.
       asm volatile("" : "+r"(of_key), "+r"(of_diagonal));
     }
     /// Those of the pair so many queries and keys on.
-    __device__ __forceinline__ Reads at(int q, int kv) const {
-      Reads result = *this;
+    __device__ __forceinline__ ReadsOf at(int q, int kv) const {
+      ReadsOf result = *this;
       result.of_query += q * 4;
       result.of_key += kv * 4;
       result.of_diagonal += (q - kv) * 4;
@@ -135,6 +167,7 @@ class TileLines {
     }
     template <int k, class T>
     __device__ __forceinline__ Element<k> read(const T*, bool) const {
+      if constexpr (kTrue && kIsMask<k>) return true;
       const unsigned from = Mod::kLine[k].by == LineBy::kDiagonal ? of_diagonal
                             : Mod::kLine[k].by == LineBy::kKey    ? of_key
                                                                   : of_query;
@@ -151,6 +184,7 @@ class TileLines {
       return score_mod::read_if<Mod::kUnread>(p, there);
     }
   };
+  using Reads = ReadsOf<false>;
 
  private:
   template <int kValue>

@@ -415,7 +415,14 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
   __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv, unsigned reads) const {
-    const auto lines = Reads::score_lines(reads, first_row() + lane() / 4, lane() % 4 * 2);
+    if constexpr (Reads::kScoreMasks) {
+      if (Reads::true_throughout(reads)) return change_by<true>(s, q, kv, reads);
+    }
+    change_by<false>(s, q, kv, reads);
+  }
+  template <bool kTrue>
+  __device__ __forceinline__ void change_by(float (&s)[kBlocksN][4], int q, int kv, unsigned reads) const {
+    const auto lines = Reads::template score_lines<kTrue>(reads, first_row() + lane() / 4, lane() % 4 * 2);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       const auto of_block = Reads::boxes(reads, first_row(), n * 8, lane());

@@ -30,7 +30,7 @@ class FlexForwardReads {
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
   static constexpr int kThreads = kWarpgroup - kLanes;
-  using ScoreLines = TileLines<ScoreMod, Config::kRows, Config::kCols, kThreads>;
+  using ScoreLines = TileLines<ScoreMod, Config::kRows, Config::kCols, kThreads, kSame<Tangent, NoTangent>>;
   using MaskLines = TileLines<MaskMod, Config::kRows, Config::kCols, kThreads>;
   using TangentLines = TileLines<Tangent, Config::kRows, Config::kCols, kThreads>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes,
@@ -52,6 +52,8 @@ class FlexForwardReads {
   static constexpr bool kUsed = kLines || Boxes::kBytes > 0;
   /// Whether a score_mod reads of each pair by itself nothing but boxes.
   static constexpr bool kBoxesAlone = Config::kBoxes && Boxes::all();
+  /// Whether true_throughout() may be asked.
+  static constexpr bool kScoreMasks = kScoreLines && ScoreLines::kMasks;
   /// Warps that bring a stage, and arrivals at its barrier.
   static constexpr int kWarps = !kUsed ? 0 : kLines || Boxes::kCopies ? kThreads / kLanes : 1;
   static constexpr int kArrivals = kWarps + (Boxes::kCopies ? kThreads : 0) + (Boxes::kMapped ? 1 : 0);
@@ -88,12 +90,18 @@ class FlexForwardReads {
 
   /// Reads of the lines of a score_mod, of its tangent and of a mask_mod: of the pair of query `q` and key `kv` of the
   /// tile.
+  template <bool kTrue = false>
   static __device__ __forceinline__ auto score_lines(unsigned stage, int q, int kv) {
     if constexpr (kScoreLines) {
-      return typename ScoreLines::Reads(stage + Boxes::kBytes + kMaskLineBytes, q, kv);
+      return typename ScoreLines::template ReadsOf<kTrue>(stage + Boxes::kBytes + kMaskLineBytes, q, kv);
     } else {
       return score_mod::ReadThere<ScoreMod::kUnread>();
     }
+  }
+  /// Whether the masks that a score_mod reads by keys are true in all of the tile: reads of them are constants then
+  /// (score_lines<true>), and instructions that choose by them none.
+  static __device__ __forceinline__ bool true_throughout(unsigned stage) {
+    return ScoreLines::true_throughout(stage + Boxes::kBytes + kMaskLineBytes);
   }
   static __device__ __forceinline__ auto tangent_lines(unsigned stage, int q, int kv) {
     if constexpr (kTangentLines) {
