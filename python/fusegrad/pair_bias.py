@@ -149,9 +149,9 @@ def attention_pair_bias(
     z = pair_repr
     if not is_cached_z_proj:
         assert w_proj_z is not None
-        given = (pair_repr, w_ln_z, b_ln_z, w_proj_z, b_proj_z)
-        if _in_one_pass(given):
-            z = torch.ops.fusegrad.pair_projection(*given, eps, norm_kind == "layer_norm")
+        projected = (pair_repr, w_ln_z, b_ln_z, w_proj_z, b_proj_z)
+        if _in_one_pass(projected):
+            z = torch.ops.fusegrad.pair_projection(*projected, eps, norm_kind == "layer_norm")
         else:
             z = F.linear(norm(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).permute(0, 3, 1, 2)
     biases = [z.unsqueeze(1)]

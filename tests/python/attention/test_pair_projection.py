@@ -17,7 +17,14 @@ from torch.nn import functional as F
 NAMES = ("pair", "norm_weight", "norm_bias", "projection_weight", "projection_bias")
 EPS = 1e-3
 # c and H that the kernels take, and others; N of no multiple of their tiles, and none at all.
-SIZES = [(2, 9, 13, 128, 16), (1, 33, 33, 64, 4), (3, 8, 8, 128, 1), (2, 5, 7, 48, 3), (1, 4, 5, 128, 17), (2, 0, 5, 64, 2)]
+SIZES = [
+    (2, 9, 13, 128, 16),
+    (1, 33, 33, 64, 4),
+    (3, 8, 8, 128, 1),
+    (2, 5, 7, 48, 3),
+    (1, 4, 5, 128, 17),
+    (2, 0, 5, 64, 2),
+]
 
 Inputs = list[Tensor | None]
 
@@ -38,8 +45,11 @@ def plain(
     centered: bool,
 ) -> Tensor:
     channels = pair.shape[-1:]
-    y = F.layer_norm(pair, channels, norm_weight, norm_bias, eps) if centered else F.rms_norm(pair, channels, norm_weight, eps)
-    return F.linear(y, weight, bias).permute(0, 3, 1, 2)
+    if centered:
+        normed = F.layer_norm(pair, channels, norm_weight, norm_bias, eps)
+    else:
+        normed = F.rms_norm(pair, channels, norm_weight, eps)
+    return F.linear(normed, weight, bias).permute(0, 3, 1, 2)
 
 
 def drawn(sizes: Sequence[int], device: str, dtype: torch.dtype, absent: str = "") -> Inputs:
@@ -172,7 +182,7 @@ def test_opcheck(device: str) -> None:
 @pytest.mark.parametrize("norm_kind", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_attention_pair_bias(device: str, autocast: bool, norm_kind: Literal[layer_norm, rms_norm]) -> None:
+def test_attention_pair_bias(device: str, autocast: bool, norm_kind: Literal["layer_norm", "rms_norm"]) -> None:
     """By it, or by a projection that is given to it; autocast would change nothing."""
     B, M, N, H, DH, D, c = 2, 2, 21, 4, 8, 32, 64
     centered, dtype = norm_kind == "layer_norm", torch.bfloat16
@@ -203,16 +213,16 @@ def test_attention_pair_bias(device: str, autocast: bool, norm_kind: Literal[lay
 
 
 def test_bad_input() -> None:
-    pair, norm_weight, norm_bias, weight, bias = (t for t in drawn((2, 3, 5, 16, 4), "cpu", torch.float32))
-    for error, match, given in (
-        (ValueError, r"pair must have shape \[B, M, N, c\]", (pair[0], norm_weight, norm_bias, weight, bias)),  # type: ignore[index]
-        (ValueError, r"projection_weight must have shape \[H, c\]", (pair, norm_weight, norm_bias, weight[:, 1:], bias)),  # type: ignore[index]
-        (ValueError, "norm_weight must have shape", (pair, bias, norm_bias, weight, bias)),
-        (ValueError, "norm_bias must have shape", (pair, norm_weight, bias, weight, bias)),
-        (ValueError, "projection_bias must have shape", (pair, norm_weight, norm_bias, weight, norm_bias)),
-        (TypeError, "must have the dtype of pair", (pair, norm_weight, norm_bias, weight.double(), bias)),  # type: ignore[union-attr]
+    pair, norm_weight, norm_bias, weight, bias = (torch.randn(s) for s in ((2, 3, 5, 16), (16,), (16,), (4, 16), (4,)))
+    for error, match, changed in (
+        (ValueError, r"pair must have shape \[B, M, N, c\]", {"pair": pair[0]}),
+        (ValueError, r"projection_weight must have shape \[H, c\]", {"projection_weight": weight[:, 1:]}),
+        (ValueError, "norm_weight must have shape", {"norm_weight": bias}),
+        (ValueError, "norm_bias must have shape", {"norm_bias": bias}),
+        (ValueError, "projection_bias must have shape", {"projection_bias": norm_bias}),
+        (TypeError, "must have the dtype of pair", {"projection_weight": weight.double()}),
+        (ValueError, "norm_bias must be None without centered", {"centered": False}),
     ):
+        given = dict(zip(NAMES, (pair, norm_weight, norm_bias, weight, bias), strict=True))
         with pytest.raises(error, match=f"pair_projection: .*{match}"):
-            projection(*given, EPS, True)
-    with pytest.raises(ValueError, match="norm_bias must be None without centered"):
-        projection(pair, norm_weight, norm_bias, weight, bias, EPS, False)
+            torch.ops.fusegrad.pair_projection(**given | {"eps": EPS, "centered": True} | changed)
