@@ -21,12 +21,14 @@ pytestmark = ON_EACH_FAMILY
         "lengths": [(512, 512), (200, 300), (64, 520)],
         "size": [32, 64, 128],
         "requires_grad": [False, True],
+        "padded": [False, True],
     },
     tests=6,
 )
 def test_against_a_formula(
-    size: int, lengths: tuple[int, int], growth: float, masked: float, requires_grad: bool
+    size: int, lengths: tuple[int, int], growth: float, masked: float, requires_grad: bool, padded: bool
 ) -> None:
+    """padded: nothing of some queries reaches a loss, among them all that see no key."""
     b, h, (m, n) = 6, 4, lengths
     bias = torch.randn(h, m, n)
     bias[:, ::3, n // 2 :] += growth  # beyond 2^64 of the first exponentials, where it is more than 45
@@ -44,6 +46,8 @@ def test_against_a_formula(
     assert relative(out, expected) <= 1e-2
     asked = [i for i, t in enumerate(given) if t.requires_grad]
     upstream = torch.randn_like(out)
+    if padded:
+        upstream[3], upstream[4, :, m // 2 :] = 0, 0
     ours = torch.autograd.grad(out, [given[i] for i in asked], upstream)
     truth = torch.autograd.grad(expected, [wide[i] for i in asked], upstream.double())
     for x, y in zip(ours, truth, strict=True):

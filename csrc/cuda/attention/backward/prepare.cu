@@ -92,15 +92,26 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     sum = fmaf(low, 1.0f / Low::kUnits, sum);
   }
   for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  const bool far = writes && fabsf(lse) > device::kFarLse<T> && !isinf(lse);
+  bool none = lse == -__int_as_float(0x7f800000);
+  // A far row without an upstream gradient gives nothing, as one without keys: padding makes heads of such rows.
+  if (__any_sync(~0u, far)) {
+    bool given = grad_lse != 0.0f;
+    if (there && p.grad_out.data != nullptr) {
+      const T* from = row_of<T>(p.grad_out, b, h, q);
+      for (int col = lane; col < p.value_size; col += kLanes)
+        given = given || static_cast<float>(from[col * p.grad_out.col_stride]) != 0.0f;
+    }
+    for (int bit = kLanes / 2; bit > 0; bit /= 2) given |= __shfl_xor_sync(~0u, static_cast<int>(given), bit) != 0;
+    none = none || (far && !given);
+  }
   if (!writes) return;
   constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : 1.4426950408889634f;
-  const bool none = lse == -__int_as_float(0x7f800000);
   sum -= grad_lse;
-  const bool far = fabsf(lse) > device::kFarLse<T> && !isinf(lse);
-  if (far) p.far[0] = p.far[1 + head] = p.call;
+  if (far && !none) p.far[0] = p.far[1 + head] = p.call;
   // Other rows have no -0.
   const float of_row = far ? -0.0f : (lse - logf(p.dropout_scale)) * kUnit + 0.0f;
-  out[head * p.row_stride + q] = {none ? -lse : of_row, none ? 0.0f : sum / p.dropout_scale};
+  out[head * p.row_stride + q] = {none ? __int_as_float(0x7f800000) : of_row, none ? 0.0f : sum / p.dropout_scale};
 }
 
 // Four lanes a row: a warp has four blocks of 8 rows and 8 columns at a time, a lane one row of one of them.

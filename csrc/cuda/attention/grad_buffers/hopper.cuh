@@ -75,7 +75,7 @@ class FlexGradBuffersHopper {
       }
     } else {
       take_registers<240>();
-      const bool masked = far_ || row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+      const bool masked = row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
@@ -153,8 +153,7 @@ class FlexGradBuffersHopper {
     __syncwarp();
     if (lane() == 0) Barrier::arrive(empty(s));
   }
-  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none. Without kMasked there are
-  /// no far rows.
+  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none.
   template <bool kMasked, bool kFar>
   __device__ __forceinline__ void consume(const Batches& batches, int& b, Counted<Config::kStages>& i) {
     float score[2][kHalf][4], grad[2][kHalf][4];
@@ -173,7 +172,7 @@ class FlexGradBuffersHopper {
         rows[r].origin = 0.0f;
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
-      goes_on = next < batches.end && (!kMasked || is_far(next) == kFar);
+      goes_on = next < batches.end && is_far(next) == kFar;
       const auto lines = line_reads(s);
       add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b, lines);
       wait_products(score[1], grad[1]);
