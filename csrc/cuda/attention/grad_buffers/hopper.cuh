@@ -29,8 +29,9 @@ class FlexGradBuffersHopper {
   static_assert(!Config::kBlocks && !Config::kDropout && Config::kHead <= kChunk && Config::kValue <= kChunk);
   using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true, Config::kGrouped>;
   using Batches = BatchWalk<Config::kGrouped>;
-  using Lines = TileLines<ScoreMod, Config::kRows, Config::kCols, kLanes>;
+  using Lines = TileLines<ScoreMod, Config::kRows, Config::kCols, kLanes, true>;
   static constexpr bool kLines = Lines::all() && 4 * Lines::kWords <= Config::kLineBytes;
+  static constexpr bool kMasks = kLines && Lines::kMasks;
   static constexpr HopperGradBuffersMemory kMemory{{.rows = Config::kRows,
                                                     .cols = Config::kCols,
                                                     .head = Config::kHead,
@@ -84,11 +85,13 @@ class FlexGradBuffersHopper {
       for (int b = batches.first; b < batches.end;) {
         // A loop for each: both ways in one loop cost the common one.
         if (is_far(b)) {
-          consume<true, true>(batches, b, i);
+          consume<true, true, false>(batches, b, i);
         } else if (masked) {
-          consume<true, false>(batches, b, i);
+          consume<true, false, false>(batches, b, i);
+        } else if (kMasks && is_true(i)) {
+          consume<false, false, kMasks>(batches, b, i);
         } else {
-          consume<false, false>(batches, b, i);
+          consume<false, false, false>(batches, b, i);
         }
       }
       put_pair_sums<Config, 0, kThreads>(
@@ -148,13 +151,18 @@ class FlexGradBuffersHopper {
   }
 
   __device__ __forceinline__ bool is_far(int b) const { return far_ && head_has_far(a_, b * a_.heads + h_); }
+  /// Whether the masks that the score_mod reads by keys are true for all of the tile's keys in the batch of a stage.
+  __device__ __forceinline__ bool is_true(const Counted<Config::kStages>& i) const {
+    Barrier::wait(full(i.stage()), i.parity());
+    return Lines::true_throughout(piece(kMemory.lines, i.stage()));
+  }
   // Called by each warp when all its lanes are done with the stage.
   __device__ __forceinline__ void release(int s) const {
     __syncwarp();
     if (lane() == 0) Barrier::arrive(empty(s));
   }
-  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none.
-  template <bool kMasked, bool kFar>
+  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none, and masks are kTrue.
+  template <bool kMasked, bool kFar, bool kTrue>
   __device__ __forceinline__ void consume(const Batches& batches, int& b, Counted<Config::kStages>& i) {
     float score[2][kHalf][4], grad[2][kHalf][4];
     Barrier::wait(full(i.stage()), i.parity());
@@ -173,12 +181,15 @@ class FlexGradBuffersHopper {
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
       goes_on = next < batches.end && is_far(next) == kFar;
-      const auto lines = line_reads(s);
+      const auto lines = line_reads<kTrue>(s);
       add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b, lines);
       wait_products(score[1], grad[1]);
       if constexpr (!kLines) release(s);
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
+      if constexpr (kMasks && !kMasked) {
+        goes_on = goes_on && Lines::true_throughout(piece(kMemory.lines, i.stage())) == kTrue;
+      }
       multiply(score[0], grad[0], i.stage(), 0);
       add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b, lines);
       if constexpr (kLines) release(s);
@@ -206,9 +217,10 @@ class FlexGradBuffersHopper {
     pin<kHalf * 4>(grad[0]);
   }
   /// Where the thread's first pair reads lines.
+  template <bool kTrue>
   __device__ __forceinline__ auto line_reads(int s) const {
     if constexpr (kLines) {
-      return typename Lines::Reads(piece(kMemory.lines, s), first_row(), lane() % 4 * 2);
+      return typename Lines::template ReadsOf<kTrue>(piece(kMemory.lines, s), first_row(), lane() % 4 * 2);
     } else {
       return score_mod::ReadThere<ScoreMod::kUnread>();
     }
