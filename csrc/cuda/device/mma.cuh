@@ -27,6 +27,10 @@ constexpr bool kSame<A, A> = true;
 __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
+/// The first `bytes` of 16, and zeros behind them.
+__device__ __forceinline__ void copy_async_some(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 /// 8 bytes, or zeros.
 __device__ __forceinline__ void copy_async_pair(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");

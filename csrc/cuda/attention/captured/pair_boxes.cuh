@@ -154,25 +154,26 @@ class PairBoxes {
   static constexpr bool kCopies = offset(Mod::kPairCount) > kMapBytes;
   static constexpr bool kMapped = kMaps > 0;
 
-  /// Called by kThreads threads: copies the tile from (q, kv) on, of which `queries` by all keys have elements. The
+  /// Called by kThreads threads: copies the tile from (q, kv) on, of which `queries` by `keys` have elements. The
   /// threads wait for copies and meet before any reads.
   template <int kThreads>
   static __device__ __forceinline__ void load(unsigned to, const Captured& captured, int b, int h, int q, int kv,
-                                              int queries, int thread) {
+                                              int queries, int keys, int thread) {
     for_each_box([&](auto box) {
       constexpr int k = decltype(box)::value, kElement = Mod::kPair[k].box, kTogether = 16 / kElement;
       constexpr int kAcross = kKeys / kTogether;
       static_assert(kThreads % kAcross == 0 && kQueries % (kThreads / kAcross) == 0);
       const int first = thread / kAcross, at = kv + thread % kAcross * kTogether;
+      const int count = max(min(kTogether, keys - at), 0);
       unsigned place = to + offset(k) + first * stride(k) + thread % kAcross * 16;
 #pragma unroll 4
       for (int i = 0; i < kQueries; i += kThreads / kAcross, place += kThreads / kAcross * stride(k)) {
-        const bool inside = q + first + i < queries;
+        const bool inside = q + first + i < queries && count > 0;
         const auto row = Mod::template pair_row<k>(captured, b, h, q + first + i, inside);
         const char* from = row.data + at * row.stride * kElement;
-        const bool whole = row.data != nullptr && row.stride == 1 && at + kTogether <= row.size;
-        if (!inside || (whole && reinterpret_cast<unsigned long long>(from) % 16 == 0)) {
-          copy_async(place, from, inside);
+        const bool dense = row.data != nullptr && row.stride == 1 && at + count <= row.size;
+        if (!inside || (dense && reinterpret_cast<unsigned long long>(from) % 16 == 0)) {
+          copy_async_some(place, from, inside ? count * kElement : 0);
         } else {
           copy_each<kElement, Mod::kPair[k].integer>(place, row, at);
         }
@@ -260,9 +261,12 @@ class PairBoxes {
                 copy_async(to + offset(k) + (first + r) * stride(k) + at * 16, of_row + at * 16, true);
             }
           }
-          if (has_row) {
+          const int copied = vectors * kTogether;
+          if (has_row && lies_so && copied < cols && cols <= row.size - kv) {
+            copy_async_some(place + copied * kElement, from + copied * kElement, (cols - copied) * kElement);
+          } else if (has_row) {
 #pragma unroll 1
-            for (int at = vectors * kTogether; at < cols; at += kTogether)
+            for (int at = copied; at < cols; at += kTogether)
               copy_each<kElement, Mod::kPair[k].integer>(place + at * kElement, row, kv + at);
           }
         }
