@@ -280,7 +280,8 @@ class FlexBackward {
     const int b = p.b, h = p.h, row = (p.tile >> TileEntry<>::kKindBits) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
-    Boxes::template load<kThreads>(boxes(stage), score_, b, h, row, col_, a_.queries, a_.keys, static_cast<int>(threadIdx.x));
+    Boxes::template load<kThreads>(boxes(stage), score_, b, h, row, col_, a_.queries, a_.keys,
+                                   static_cast<int>(threadIdx.x));
     if (const int i = static_cast<int>(threadIdx.x); i < Config::kRows) {
       const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.row_stride + row;
       const bool there = row + i < a_.queries;

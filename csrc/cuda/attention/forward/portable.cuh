@@ -173,7 +173,8 @@ class FlexForward {
     wait_copies<0>();
     __syncthreads();
     load_tile<ValueTile, kThreads>(value_, a_.value, b_, h_ / a_.group, col, a_.keys, a_.value_size);
-    Boxes::template load<kThreads>(boxes(), score_, b_, h_, row_, col, a_.queries, a_.keys, static_cast<int>(threadIdx.x));
+    Boxes::template load<kThreads>(boxes(), score_, b_, h_, row_, col, a_.queries, a_.keys,
+                                   static_cast<int>(threadIdx.x));
     commit_copies();
     float s[kBlocksM][kBlocksN][4] = {};
     multiply_queries(s);
