@@ -190,15 +190,15 @@ def wall_us(steps: Sequence[tuple[str, Callable[[], object]]], device: str, iter
         for name, call in steps:
             for _ in range(iterations // 10):
                 call()
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             for _ in range(iterations):
                 call()
-            _synchronize(device)
+            synchronize(device)
             samples[name].append((time.perf_counter() - start) / iterations * 1e6)
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
