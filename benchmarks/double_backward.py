@@ -21,8 +21,8 @@ import fusegrad
 import torch
 from harness.failure import Outcome
 from harness.report import print_table
-from harness.rows import argument_parser, over, run_rows, synchronize
-from harness.timing import Repeated, alternate
+from harness.rows import argument_parser, over, run_rows
+from harness.timing import Repeated, alternate, synchronize
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 

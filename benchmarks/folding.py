@@ -26,8 +26,8 @@ from harness import folding
 from harness.failure import Outcome
 from harness.memory import cuda_peak_mib
 from harness.report import print_table
-from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
-from harness.timing import Repeated, Timed, alternate, wall_us
+from harness.rows import argument_parser, over, peers_asked_for, run_rows
+from harness.timing import Repeated, Timed, alternate, synchronize, wall_us
 from torch import Tensor
 
 OP = "folding"

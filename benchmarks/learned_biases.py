@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from harness.failure import Outcome
 from harness.report import print_table
-from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
-from harness.timing import alternate
+from harness.rows import argument_parser, over, peers_asked_for, run_rows
+from harness.timing import alternate, synchronize
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

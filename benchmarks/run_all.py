@@ -50,8 +50,8 @@ OF_CASES = (
 )
 ALONE = ("block_mask", "batch_invariant", "linear_products", "host_time", "stacks")
 ALL_GPUS = ("context_parallel", "vocab_parallel", "jax_devices", "train_lm")
-# A GPU has room for so many rows of a wave, which hold memory while they wait. Those whose jobs these patterns match
-# count more, since peers that keep all pairs or all logits take much of it while they compile.
+# A GPU has room for so many rows of a wave, which hold memory while they wait. A row whose name matches a pattern
+# counts as so many: peers that keep all pairs or all logits need much memory for their first calls.
 ROOM = 24
 HOLDS = {
     r"cross_entropy N\d{4}": 3,
@@ -144,7 +144,7 @@ def waves(found: Sequence[Job], gpus: Sequence[str], room: int) -> list[Wave]:
 
 
 def die_with_parent() -> None:
-    """In a new process: one that has stopped would wait for ever for a parent that was killed."""
+    """Called in a new process, which may stop: without its parent nobody would continue it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

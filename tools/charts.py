@@ -41,9 +41,14 @@ def case_of(document: Document, **sizes: int) -> Data:
     raise KeyError(sizes)
 
 
-def results(document: Document, **sizes: int) -> dict[str, dict[str, Any]]:
-    """What each implementation reached at that case."""
-    return {one["name"]: one for one in case_of(document, **sizes)["results"] if "ms" in one}
+def measured(case: Data) -> dict[str, Data]:
+    """Results of the implementations that have times in a case, by name."""
+    return {one["name"]: one for one in case["results"] if "ms" in one}
+
+
+def results(document: Document, **sizes: int) -> dict[str, Data]:
+    """measured() of the first case of these sizes."""
+    return measured(case_of(document, **sizes))
 
 
 def is_run(found: str, name: str) -> bool:
@@ -142,7 +147,7 @@ def attention(documents: dict[str, Document]) -> Data:
     cases = [case_of(flex, D=head_size, S=4096) for head_size in (64, 128, 256)]
     for work in ("forward", "backward"):
         for case in cases:
-            found = {one["name"]: one for one in case["results"]}
+            found = measured(case)
             rows[f"{work}\nhead size {case['sizes']['D']}"] = {
                 shown: teraflops(case["sizes"], work, "causal", found[f"{name} causal {work}"]["ms"])
                 for name, shown in PEERS_OF_ATTENTION.items()
@@ -177,7 +182,7 @@ def head(documents: dict[str, Document]) -> Data:
         sizes = case["sizes"]
         found = {}
         for name, shown in HEADS.items():
-            those = [one for one in case["results"] if "ms" in one and is_run(one["name"], name)]
+            those = [one for one in measured(case).values() if is_run(one["name"], name)]
             found[shown] = min(one["peak_mib"] for one in those) / 1024
         rows[f"{sizes['V']:,} classes\n{sizes['N']:,} tokens"] = found
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from charts import CLASSES, PEERS_OF_ATTENTION, case_of, is_run, results, teraflops
+from charts import CLASSES, PEERS_OF_ATTENTION, case_of, is_run, measured, results, teraflops
 
 Document = dict[str, Any]
 
@@ -28,6 +28,10 @@ def bold(name: str) -> str:
     return f"**{name}**" if name.startswith("fusegrad") else name
 
 
+def sizes_of(case: dict[str, Any]) -> str:
+    return " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
+
+
 def of_commit(case: dict[str, Any]) -> str:
     """Behind a case's name, where it is of an earlier commit than its run."""
     return f" (`{case['commit'][:7]}`)" if "commit" in case else ""
@@ -41,7 +45,8 @@ def summary(gpu: dict[str, Document]) -> str:
 
     def loss(label: str, op: str, ours: str, inplace: bool | None = None, **sizes: int) -> list[str]:
         """`inplace`: beside peers alone that write over the logits, or that do not."""
-        found = results(gpu[op], **sizes)
+        case = case_of(gpu[op], **sizes)
+        found = measured(case)
         # For the same loss: other weights of the teachers, and inputs that are log-probabilities, are less work.
         other = ("eager", "log_probs", "beta=")
         peers = {n: r for n, r in found.items() if not r["ours"] and not any(part in n for part in other)}
@@ -49,16 +54,16 @@ def summary(gpu: dict[str, Document]) -> str:
             peers = {n: r for n, r in peers.items() if (r["peak_mib"] < 100) == inplace}
         fastest = min(peers, key=lambda name: peers[name]["ms"])
         cells = [f"{number(one['ms'])} ms, {mib(one)} MiB" for one in (found[ours], peers[fastest], found["eager"])]
-        label += of_commit(case_of(gpu[op], **sizes))
-        return [label, cells[0], f"{cells[1]} ({fastest.split()[0]})", cells[2], f"{found[ours]['floor_ratio']:.2f}"]
+        cells[1] += f" ({fastest.split()[0]})"
+        return [label + of_commit(case), *cells, f"{found[ours]['floor_ratio']:.2f}"]
 
     def attention(work: str) -> list[str]:
-        found = results(gpu["flex_attention"], D=128, S=4096)
+        case = case_of(gpu["flex_attention"], D=128, S=4096)
+        found = measured(case)
         ours, *peers = (found[f"{name} plain {work}"] for name in ("fusegrad", "fa4", "compile"))
         names = "FlashAttention 4", "compiled flex_attention"
         cells = [f"{number(one['ms'])} ms ({name})" for one, name in zip(peers, names, strict=True)]
-        label = f"attention {work}" + of_commit(case_of(gpu["flex_attention"], D=128, S=4096))
-        return [label, f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
+        return [f"attention {work}{of_commit(case)}", f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
 
     rows = [
         loss("cross entropy", "cross_entropy", "fusegrad", False, N=8192, V=128256),
@@ -119,7 +124,7 @@ def linear_cross_entropy(document: Document) -> str:
     for name in LINEAR:
         cells = []
         for case in cases:
-            found = [one for one in case["results"] if "ms" in one and is_run(one["name"], name)]
+            found = [one for one in measured(case).values() if is_run(one["name"], name)]
             cells.append(cell(min(found, key=lambda one: one["ms"], default=None)))
         rows.append([bold(name), *cells])
     sizes = ["N {N} H {H} V {V}".format(**case["sizes"]) + of_commit(case) for case in cases]
@@ -268,8 +273,7 @@ def steps(document: Document) -> str:
     }
     rows = []
     for case in document["cases"]:
-        ran = [one for one in case["results"] if "failure" not in one]
-        found = sorted(ran, key=lambda one: -one["tokens_per_s"])
+        found = sorted(measured(case).values(), key=lambda one: -one["tokens_per_s"])
         ours = next(one for one in found if one["ours"])
         peers = [one for one in found if not one["ours"]][:3]
         cells = [
@@ -285,14 +289,13 @@ def models(document: Document) -> str:
     names = ("eager", "sdpa", "fusegrad", "fusegrad table")
     rows = []
     for case in document["cases"]:
-        found = {one["name"]: one for one in case["results"]}
+        found = measured(case)
         cells = [
             f"{number(found[name]['ms'])} / {found[name]['peak_mib'] / 1024:.1f}" if name in found else "–"
             for name in names
         ]
         title = case["op"].removesuffix(" step")
-        sizes = " ".join(f"{k}{v}" for k, v in case["sizes"].items()) + of_commit(case)
-        rows.append([f"{title}, {sizes}", *cells])
+        rows.append([f"{title}, {sizes_of(case)}{of_commit(case)}", *cells])
     return table(["ms / GiB", *(bold(name) for name in names)], rows)
 
 
@@ -313,11 +316,11 @@ def log_probs(document: Document, V: int | None = None, leave_out: tuple[str, ..
     for case in document["cases"]:
         if V is not None and case["sizes"]["V"] != V:
             continue
-        sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items()) + of_commit(case)
+        sizes = sizes_of(case) + of_commit(case)
         rows += [
             [sizes, bold(one["name"]), number(one["ms"]), f"{one['floor_ratio']:.2f}", mib(one)]
-            for one in case["results"]
-            if one.get("ms") is not None and one["name"] not in leave_out
+            for one in measured(case).values()
+            if one["name"] not in leave_out
         ]
     return table(["", "", "ms", "times the products", "MiB"], rows)
 
@@ -348,7 +351,7 @@ def cpu(ones: dict[str, Document]) -> str:
     for op in ("cross_entropy", "linear_cross_entropy"):
         for case in ones[op]["cases"]:
             found = {one["name"]: one["ms"] for one in case["results"]}
-            sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
+            sizes = sizes_of(case)
             name = f"{op.replace('_', ' ')} {sizes} {case['dtype']}"
             rows.append([name, *(number(found[who]) for who in ("fusegrad", "compile", "eager"))])
     return table(["ms", "**fusegrad**", "compiled", "eager or SDPA"], rows)

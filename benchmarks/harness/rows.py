@@ -100,8 +100,3 @@ def over(result: Result, mine: str, theirs: str) -> float:
     """How many times as long mine takes, in the median round."""
     rounds = result["rounds"]
     return statistics.median(a / b for a, b in zip(rounds[mine], rounds[theirs], strict=True))
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -15,8 +15,9 @@ from harness.failure import Outcome
 from harness.turns import take_turn
 
 # The GPU idles while the host enqueues the timed work: launch overhead, which is measured by itself, stays out of the
-# time between the events. It idles twice what the host takes. Implementations that are compared idle equally long: a
-# GPU that has rested runs products at a higher clock, by which calls that keep the host busy would look faster.
+# time between the events. It idles twice as long as the host takes, for all implementations of a comparison as the
+# slowest host takes: a GPU that has rested runs products at a higher clock, by which those that keep the host busy
+# would look faster.
 CYCLES_A_SECOND = 2_000_000_000
 LEAST_SPACER_S, MOST_SPACER_S = 1e-3, 50e-3
 # The floor is timed so often that two of its runs are enough each time.
@@ -83,7 +84,7 @@ class Times:
 def median_ms(timed: Timed, device: str, reps: int, host_s: float | None = None) -> float:
     """Median of `reps` runs after one that is not counted. What they overwrote is restored: others' data too.
 
-    host_s: what the GPU's idle time is for, in seconds; None: what the host takes for the first run.
+    host_s: seconds that the host may take for a run, during which the GPU idles; None: what the first run took.
     """
     timed.prepare()
     first_s = _host_s(timed)
@@ -96,14 +97,14 @@ def median_ms(timed: Timed, device: str, reps: int, host_s: float | None = None)
 
 
 def _host_s(timed: Timed) -> float:
-    """Seconds in which the host enqueues a prepared run."""
+    """Seconds that the host takes to enqueue a prepared run."""
     started = time.perf_counter()
     timed.run()
     return time.perf_counter() - started
 
 
 def _host_s_alone(timed: Timed) -> float:
-    """The same of a GPU that is done with all before it, since a full queue makes the host wait."""
+    """As _host_s, of a run that nothing is queued before: behind a full queue the host would wait for the GPU."""
     timed.prepare()
     torch.cuda.synchronize()
     host_s = _host_s(timed)
@@ -189,15 +190,15 @@ def wall_us(steps: Sequence[tuple[str, Callable[[], object]]], device: str, iter
         for name, call in steps:
             for _ in range(iterations // 10):
                 call()
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             for _ in range(iterations):
                 call()
-            _synchronize(device)
+            synchronize(device)
             samples[name].append((time.perf_counter() - start) / iterations * 1e6)
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

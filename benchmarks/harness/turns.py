@@ -1,6 +1,6 @@
-"""Turns of rows that benchmarks/run_all.py compiles at once. A row's process stops before it times anything, and goes
-on when all of them are compiled and no other uses its GPU. None of a stopped process's threads, of compilers and XLA
-too, takes a core from the row that is timed."""
+"""Turns of rows that benchmarks/run_all.py compiles at once. A row's process stops before it times anything, and
+continues when all of them have compiled and no other row uses its GPU. The threads of a stopped process, those of
+compilers and XLA among them, take no core from the row that is timed."""
 
 from __future__ import annotations
 
