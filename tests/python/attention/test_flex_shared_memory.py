@@ -56,8 +56,9 @@ def test_every_call_has_a_plan(case: score_mods.Case) -> None:
             plan()
 
 
-# Architecture, dtype, head sizes, and the bytes that the kernel that spills most may spill.
-COMPILED = [("90a", "bfloat16", (576, 512), 0), ("86", "float32", (256, 256), 512)]
+# Architecture, dtype, head sizes, and the bytes that the kernel that spills most may spill. The backward of 576/512
+# takes all 255 registers: it spills 0 bytes, or 40 in a process that has compiled many others.
+COMPILED = [("90a", "bfloat16", (576, 512), 64), ("86", "float32", (256, 256), 512)]
 COMPILED_AT_NIGHT = [("80", "bfloat16", (512, 512), 128), ("120", "bfloat16", (512, 512), 1024)]
 
 

@@ -188,27 +188,28 @@ def test_attention_pair_bias(device: str, autocast: bool, norm_kind: Literal["la
     centered, dtype = norm_kind == "layer_norm", torch.bfloat16
     w = weights(H, DH, D, c)
     rest = {n: t.detach() for n, t in w.items() if not n.endswith("_z") and (centered or not n.startswith("b_ln"))}
-    pair, *parameters = drawn((B, N, N, c, H), device, torch.float64, "" if centered else "norm_bias")
-    single = torch.randn(B * M, N, D, dtype=torch.float64, device=device)
+    pair, *parameters = drawn((B, N, N, c, H), "cpu", torch.float64, "" if centered else "norm_bias")
+    single = torch.randn(B * M, N, D, dtype=torch.float64)
     upstream = torch.randn_like(single)
     names = [f"{name}_z" for name in ("w_ln", "b_ln", "w_proj", "b_proj")]
 
-    def gradients(dtype: torch.dtype, by_it: bool) -> list[Tensor]:
-        given = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (pair, *parameters)]
+    def gradients(device: str, dtype: torch.dtype, by_it: bool) -> list[Tensor]:
+        given = [None if t is None else t.detach().to(device, dtype).requires_grad_() for t in (pair, *parameters)]
         z = given[0] if by_it else plain(*given, 1e-5, centered)  # type: ignore[arg-type]
         assert z is not None
         options: dict[str, Any] = {n: t.to(device, dtype) for n, t in rest.items()}
         options |= dict.fromkeys(n for n in ("b_ln_a",) if n not in rest)
         options |= dict(zip(names, given[1:], strict=True)) if by_it else {"is_cached_z_proj": True}
-        out, _ = attention_pair_bias(single.to(dtype), z, None, H, norm_kind=norm_kind, **options)
+        out, _ = attention_pair_bias(single.to(device, dtype), z, None, H, norm_kind=norm_kind, **options)
         assert out.dtype == dtype
         there = [t for t in given if t is not None]
-        return [out, *torch.autograd.grad(out, there, upstream.to(dtype))]
+        return [out, *torch.autograd.grad(out, there, upstream.to(device, dtype))]
 
     with torch.autocast(device, dtype, enabled=autocast):
-        ours = gradients(dtype, True)
-        eager = gradients(dtype, False)
-    for i, (mine, theirs, truth) in enumerate(zip(ours, eager, gradients(torch.float64, False), strict=True)):
+        ours = gradients(device, dtype, True)
+        eager = gradients(device, dtype, False)
+    truths = [t.to(device) for t in gradients("cpu", torch.float64, False)]
+    for i, (mine, theirs, truth) in enumerate(zip(ours, eager, truths, strict=True)):
         assert_as_good_as_eager(mine, theirs, truth, f"{i}")
 
 
