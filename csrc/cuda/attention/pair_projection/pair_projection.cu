@@ -18,7 +18,7 @@ constexpr int kRows = 16;      // pairs of a warp's tile
 constexpr int kHeads = 16;     // those beyond the call's are zeros
 constexpr int kChannels = 32;  // that a vector of 16 bytes a lane holds of a row
 constexpr int kMostChannels = 128;
-constexpr int kForwardCtas = 3, kBackwardCtas = 2;  // of a multiprocessor
+constexpr int kForwardCtas = 3, kBackwardCtas = 3;  // of a multiprocessor
 
 // Lane g = lane / 4 has rows g and g + 8 of a tile. In vector v the lane t = lane % 4 has channels 32v + 8t to 32v + 8t
 // + 7, so that memory is read and written 64 bytes a row at a time. Products do not mind in which order they add
@@ -37,22 +37,38 @@ __device__ __forceinline__ float second_of(unsigned word) {
   return from_bits(T{static_cast<unsigned short>(word >> 16)});
 }
 
-// Tiles of 16 pairs of a batch, a warp each.
-struct Place {
-  int64_t batch, pair;  // the first pair of the tile
-  int rows;             // of the tile that there are
+// Tiles of 16 pairs of a batch, a warp each. They are fewer than 2^31: a tile has 2 KiB and more.
+__host__ __device__ constexpr int64_t tiles_of(int64_t pairs) { return (pairs + kRows - 1) / kRows; }
 
-  __device__ __forceinline__ Place(int64_t tile, int64_t pairs) {
-    const int64_t tiles = (pairs + kRows - 1) / kRows;
-    batch = tile / tiles;
-    pair = (tile - batch * tiles) * kRows;
-    rows = static_cast<int>(pairs - pair < kRows ? pairs - pair : kRows);
+// Goes from tile to tile of a warp, which are `step` apart, without a division for each.
+struct Walk {
+  int batch, tile;  // of the batch
+  int tiles, step_batches, step_tiles;
+
+  __device__ __forceinline__ explicit Walk(int64_t pairs) : tiles(static_cast<int>(tiles_of(pairs))) {
+    const int first = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / device::kLanes);
+    const int step = static_cast<int>(gridDim.x) * kWarps;
+    batch = first / tiles;
+    tile = first % tiles;
+    step_batches = step / tiles;
+    step_tiles = step % tiles;
+  }
+  __device__ __forceinline__ Walk next() const {
+    Walk result = *this;
+    result.batch += step_batches;
+    result.tile += step_tiles;
+    if (result.tile >= tiles) {
+      result.tile -= tiles;
+      ++result.batch;
+    }
+    return result;
+  }
+  __device__ __forceinline__ int64_t pair() const { return int64_t{tile} * kRows; }  // the first one, in the batch
+  __device__ __forceinline__ int rows(int64_t pairs) const {                         // that there are
+    const int64_t left = pairs - pair();
+    return left < kRows ? static_cast<int>(left) : kRows;
   }
 };
-
-__host__ __device__ constexpr int64_t tiles_of(int64_t batches, int64_t pairs) {
-  return batches * ((pairs + kRows - 1) / kRows);
-}
 
 // Tiles of pairs on their way to the lanes, through shared memory: each lane reads what it has copied itself, so that
 // warps wait for nobody.
@@ -68,57 +84,68 @@ struct Reads {
     place = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + thread / device::kLanes * (kStages * kStage) +
             thread % device::kLanes * 16;
   }
-  __device__ __forceinline__ void begin(int64_t tile, int64_t tiles, int stage) const {
-    if (tile < tiles) {
-      const Place at(tile, p.pairs);
-      const int lane = static_cast<int>(threadIdx.x) % device::kLanes;
-      const auto* from = static_cast<const uint4*>(p.pair) + (at.batch * p.pairs + at.pair) * (kVectors * 4) + lane % 4;
+  __device__ __forceinline__ void begin(const Walk& at, int stage) const {
+    if (at.batch < p.batches) {
+      const int lane = static_cast<int>(threadIdx.x) % device::kLanes, rows = at.rows(p.pairs);
+      const auto* from = static_cast<const uint4*>(p.pair) + (at.batch * p.pairs + at.pair()) * (kVectors * 4) + lane % 4;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane / 4 + 8 * i;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           device::copy_async(place + stage * kStage + (i * kVectors + v) * kVector, from + row * (kVectors * 4) + v * 4,
-                             row < at.rows);
+                             row < rows);
         }
       }
     }
     device::commit_copies();
   }
-  __device__ __forceinline__ void take(uint4 (&row)[kVectors], int i, int stage) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      row[v] = device::load_shared<uint4>(place + stage * kStage + (i * kVectors + v) * kVector);
-    }
+  /// Vector v of row g + 8 * i. Volatile, or the compiler would keep a tile in registers, and spill.
+  __device__ __forceinline__ uint4 take(int i, int v, int stage) const {
+    uint4 x;
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(place + stage * kStage + (i * kVectors + v) * kVector)
+                 : "memory");
+    return x;
   }
 };
 
-// The norm of a row without its parameters, as floats in the lane's order, and 1 / sqrt(variance + eps).
+// A row's norm without its parameters: x is value * rate + shift.
+struct Norm {
+  float rate, shift;
+  template <class T>
+  __device__ __forceinline__ float first(unsigned word) const {
+    return first_of<T>(word) * rate + shift;
+  }
+  template <class T>
+  __device__ __forceinline__ float second(unsigned word) const {
+    return second_of<T>(word) * rate + shift;
+  }
+};
+
 template <class T, bool kCentered, int kVectors>
-__device__ __forceinline__ float normalize(float (&x)[kVectors * 8], const uint4 (&row)[kVectors], float eps) {
+__device__ __forceinline__ Norm norm_of(const Reads<kVectors>& reads, int i, int stage) {
   constexpr float kShare = 1.0f / (kVectors * kChannels);
-  float sum = 0.0f;
+  unsigned word[kVectors * 4];
+  float sum = 0.0f, squares = 0.0f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
+    const uint4 vector = reads.take(i, v, stage);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const unsigned word = word_of(row[v], w);
-      x[v * 8 + 2 * w] = first_of<T>(word);
-      x[v * 8 + 2 * w + 1] = second_of<T>(word);
-      sum += x[v * 8 + 2 * w] + x[v * 8 + 2 * w + 1];
+      word[v * 4 + w] = word_of(vector, w);
+      sum += first_of<T>(word[v * 4 + w]) + second_of<T>(word[v * 4 + w]);
     }
   }
   const float mean = kCentered ? device::row_sum(sum) * kShare : 0.0f;
-  float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kVectors * 8; ++i) {
-    x[i] -= mean;
-    squares += x[i] * x[i];
+  for (int w = 0; w < kVectors * 4; ++w) {
+    const float first = first_of<T>(word[w]) - mean, second = second_of<T>(word[w]) - mean;
+    squares += first * first + second * second;
   }
-  const float rate = rsqrtf(device::row_sum(squares) * kShare + eps);
-#pragma unroll
-  for (int i = 0; i < kVectors * 8; ++i) x[i] *= rate;
-  return rate;
+  const float rate = rsqrtf(device::row_sum(squares) * kShare + reads.p.eps);
+  return {rate, -mean * rate};
 }
 
 template <class T>
@@ -136,8 +163,6 @@ __global__ void __launch_bounds__(kThreads, kForwardCtas)
   }
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x) % device::kLanes, t = lane % 4;
-  const int64_t tiles = tiles_of(p.batches, p.pairs), step = int64_t{gridDim.x} * kWarps;
-  int64_t tile = int64_t{blockIdx.x} * kWarps + threadIdx.x / device::kLanes;
   uint4 weight[2][kVectors];  // of heads g and g + 8, as operand B
   float bias[2][2];           // of heads 2t and 2t + 1, and eight more
 #pragma unroll
@@ -155,34 +180,28 @@ __global__ void __launch_bounds__(kThreads, kForwardCtas)
   extern __shared__ uint4 stages[];
   const Reads<kVectors> reads(p, stages);
   constexpr int kStages = Reads<kVectors>::kStages;
+  Walk at(p.pairs), ahead = at;
 #pragma unroll
-  for (int i = 0; i + 1 < kStages; ++i) reads.begin(tile + i * step, tiles, i);
-  for (int stage = 0; tile < tiles; tile += step, stage = (stage + 1) % kStages) {
-    const Place at(tile, p.pairs);
-    reads.begin(tile + (kStages - 1) * step, tiles, (stage + kStages - 1) % kStages);
+  for (int i = 0; i + 1 < kStages; ++i, ahead = ahead.next()) reads.begin(ahead, i);
+  for (int stage = 0; at.batch < p.batches; at = at.next(), ahead = ahead.next(), stage = (stage + 1) % kStages) {
+    reads.begin(ahead, (stage + kStages - 1) % kStages);
     device::wait_copies<kStages - 1>();
-    unsigned y[2][kVectors * 4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint4 row[kVectors];
-      float x[kVectors * 8];
-      reads.take(row, i, stage);
-      normalize<T, kCentered>(x, row, p.eps);
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const float4 n = *reinterpret_cast<const float4*>(norm + v * kChannels + 8 * t + 2 * w);
-          y[i][v * 4 + w] = pack(T{}, x[v * 8 + 2 * w] * n.x + n.y, x[v * 8 + 2 * w + 1] * n.z + n.w);
-        }
-      }
-    }
+    const Norm first = norm_of<T, kCentered, kVectors>(reads, 0, stage);
+    const Norm second = norm_of<T, kCentered, kVectors>(reads, 1, stage);
     float c[2][4] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      const uint4 row[2] = {reads.take(0, v, stage), reads.take(1, v, stage)};
 #pragma unroll
       for (int w = 0; w < 4; w += 2) {
-        const unsigned a[4] = {y[0][v * 4 + w], y[1][v * 4 + w], y[0][v * 4 + w + 1], y[1][v * 4 + w + 1]};
+        unsigned a[4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float4 n = *reinterpret_cast<const float4*>(norm + v * kChannels + 8 * t + 2 * (w + k));
+          const unsigned one = word_of(row[0], w + k), other = word_of(row[1], w + k);
+          a[2 * k] = pack(T{}, first.first<T>(one) * n.x + n.y, first.second<T>(one) * n.z + n.w);
+          a[2 * k + 1] = pack(T{}, second.first<T>(other) * n.x + n.y, second.second<T>(other) * n.z + n.w);
+        }
         const unsigned b[4] = {word_of(weight[0][v], w), word_of(weight[0][v], w + 1), word_of(weight[1][v], w),
                                word_of(weight[1][v], w + 1)};
         const auto rows = Mma<T>::factor(a), heads = Mma<T>::factor(b);
@@ -190,13 +209,14 @@ __global__ void __launch_bounds__(kThreads, kForwardCtas)
         Mma<T>::template step<1>(c[1], rows, heads);
       }
     }
-    T* to = out + at.batch * p.heads * p.pairs + at.pair;
+    T* to = out + at.batch * p.heads * p.pairs + at.pair();
+    const int rows_there = at.rows(p.pairs);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int head = 8 * j + 2 * t + i % 2, row = lane / 4 + i / 2 * 8;
-        if (head < p.heads && row < at.rows) device::store(to + head * p.pairs + row, c[j][i] + bias[j][i % 2]);
+        if (head < p.heads && row < rows_there) device::store(to + head * p.pairs + row, c[j][i] + bias[j][i % 2]);
       }
     }
   }
@@ -215,8 +235,9 @@ template <class T>
 struct Upstream {
   unsigned short bits[2][2][2];  // block of heads, row, head
 
-  __device__ __forceinline__ void load(const T* grad, const PairProjectionCall& p, const Place& at, int lane) {
-    const T* from = grad + at.batch * p.heads * p.pairs + at.pair;
+  __device__ __forceinline__ void load(const T* grad, const PairProjectionCall& p, const Walk& at, int lane) {
+    const T* from = grad + at.batch * p.heads * p.pairs + at.pair();
+    const int rows = at.batch < p.batches ? at.rows(p.pairs) : 0;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -224,7 +245,7 @@ struct Upstream {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int head = 8 * j + 2 * (lane % 4) + k, row = lane / 4 + 8 * i;
-          bits[j][i][k] = head < p.heads && row < at.rows ? from[head * p.pairs + row].bits : 0;
+          bits[j][i][k] = head < p.heads && row < rows ? from[head * p.pairs + row].bits : 0;
         }
       }
     }
@@ -234,8 +255,10 @@ struct Upstream {
   }
 };
 
-// With d = sum_h grad[h] * weight[h] * norm_weight and x the normalized row, all by channels:
+// With x the normalized row, xn = x * norm_weight, and d = sum_h grad[h] * weight[h] * norm_weight, all by channels:
 //   grad of the row   rate * (d - mean(d) - x * mean(d * x)), without mean(d) where nothing is centered
+//   mean(d)           sum_h grad[h] * mean(weight[h] * norm_weight)
+//   mean(d * x)       sum_h grad[h] * mean(weight[h] * xn): products, so that d is needed once, eight channels at a time
 //   sums              [h, c]: sum over pairs of grad[h] * x[c], and behind them sum of grad[h]
 template <class T, bool kCentered, int kVectors>
 __global__ void __launch_bounds__(kThreads, kBackwardCtas)
@@ -243,94 +266,131 @@ __global__ void __launch_bounds__(kThreads, kBackwardCtas)
   constexpr int kAll = kVectors * kChannels, kBlocks = kVectors * 4;
   constexpr float kShare = 1.0f / kAll;
   __shared__ float norm[kAll];
-  __shared__ uint2 weight[kBlocks][device::kLanes];  // operand B of each block of channels
+  __shared__ uint2 weight[kBlocks][device::kLanes];         // operand B of each block of channels
+  __shared__ uint4 by_head[kBlocks / 2][device::kLanes];    // of each two blocks: operand B of heads
+  __shared__ float means[kHeads];                           // of weight * norm_weight
   __shared__ float sums[kHeads][kAll + 1];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % device::kLanes, t = lane % 4, g = lane / 4;
+  const auto weight_bits = [&](int head, int channel) {
+    return head < p.heads ? static_cast<const T*>(p.weight)[head * kAll + channel].bits : 0u;
+  };
   for (int i = thread; i < kAll; i += kThreads) norm[i] = parameter<T>(p.norm_weight, i, 1.0f);
   for (int block = thread / device::kLanes; block < kBlocks; block += kWarps) {
     const int channel = block / 4 * kChannels + g / 2 * 8 + block % 4 * 2 + g % 2;
-    const auto bits = [&](int head) {
-      return head < p.heads ? static_cast<const T*>(p.weight)[head * kAll + channel].bits : 0u;
-    };
-    weight[block][lane] = {bits(2 * t) | bits(2 * t + 1) << 16, bits(2 * t + 8) | bits(2 * t + 9) << 16};
+    const auto bits = [&](int head) { return weight_bits(head, channel) | weight_bits(head + 1, channel) << 16; };
+    weight[block][lane] = {bits(2 * t), bits(2 * t + 8)};
+  }
+  for (int two = thread / device::kLanes; two < kBlocks / 2; two += kWarps) {
+    const int channel = two / 2 * kChannels + 8 * t + two % 2 * 4;
+    const auto bits = [&](int head, int at) { return weight_bits(head, at) | weight_bits(head, at + 1) << 16; };
+    by_head[two][lane] = {bits(g, channel), bits(g, channel + 2), bits(g + 8, channel), bits(g + 8, channel + 2)};
   }
   __syncthreads();
-  const int64_t tiles = tiles_of(p.batches, p.pairs), step = int64_t{gridDim.x} * kWarps;
-  int64_t tile = int64_t{blockIdx.x} * kWarps + threadIdx.x / device::kLanes;
+  for (int head = thread / device::kLanes; head < kHeads; head += kWarps) {
+    float sum = 0.0f;
+    for (int c = lane; c < kAll; c += device::kLanes) {
+      sum += from_bits(T{static_cast<unsigned short>(weight_bits(head, c))}) * norm[c];
+    }
+    for (int lanes = 1; lanes < device::kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    if (lane == 0) means[head] = sum * kShare;
+  }
+  __syncthreads();
   float sum[kBlocks][4] = {}, sum_of_grad[2][2] = {};
   extern __shared__ uint4 stages[];
   const Reads<kVectors> reads(p, stages);
   constexpr int kStages = Reads<kVectors>::kStages;
+  Walk at(p.pairs), ahead = at;
 #pragma unroll
-  for (int i = 0; i + 1 < kStages; ++i) reads.begin(tile + i * step, tiles, i);
+  for (int i = 0; i + 1 < kStages; ++i, ahead = ahead.next()) reads.begin(ahead, i);
   Upstream<T> next_grad;
-  if (tile < tiles) next_grad.load(grad, p, Place(tile, p.pairs), lane);
-  for (int stage = 0; tile < tiles; tile += step, stage = (stage + 1) % kStages) {
-    const Place at(tile, p.pairs);
-    reads.begin(tile + (kStages - 1) * step, tiles, (stage + kStages - 1) % kStages);
+  next_grad.load(grad, p, at, lane);
+  for (int stage = 0; at.batch < p.batches; ahead = ahead.next(), stage = (stage + 1) % kStages) {
+    reads.begin(ahead, (stage + kStages - 1) % kStages);
     device::wait_copies<kStages - 1>();
-    unsigned x[2][kBlocks];
-    float rate[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint4 words[kVectors];
-      float row[kVectors * 8];
-      reads.take(words, i, stage);
-      rate[i] = normalize<T, kCentered>(row, words, p.eps);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) x[i][b] = pack(T{}, row[2 * b], row[2 * b + 1]);
-    }
+    const Norm norms[2] = {norm_of<T, kCentered, kVectors>(reads, 0, stage), norm_of<T, kCentered, kVectors>(reads, 1, stage)};
     const unsigned a[4] = {next_grad.word(0, 0), next_grad.word(0, 1), next_grad.word(1, 0), next_grad.word(1, 1)};
-    if (tile + step < tiles) next_grad.load(grad, p, Place(tile + step, p.pairs), lane);
+    const Walk now = at;
+    at = at.next();
+    next_grad.load(grad, p, at, lane);
     const auto upstream = Mma<T>::factor(a);
-    if (parts != nullptr) {
-      const unsigned turned[4] = {transposed(a[0]), transposed(a[2]), transposed(a[1]), transposed(a[3])};
-      const auto heads = Mma<T>::factor(turned);
+    const unsigned turned[4] = {transposed(a[0]), transposed(a[2]), transposed(a[1]), transposed(a[3])};
+    const auto heads = Mma<T>::factor(turned);
+    float projected[2][4] = {};
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const unsigned pairs[4] = {transposed(x[0][b]), transposed(x[1][b]), 0, 0};
-        Mma<T>::template step<0>(sum[b], heads, Mma<T>::factor(pairs));
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 row[2] = {reads.take(0, v, stage), reads.take(1, v, stage)};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+      for (int w = 0; w < 4; w += 2) {
+        unsigned xn[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          sum_of_grad[j][0] += first_of<T>(a[2 * j + i]);
-          sum_of_grad[j][1] += second_of<T>(a[2 * j + i]);
+        for (int k = 0; k < 2; ++k) {
+          unsigned pairs[4] = {};
+          const float2 n = *reinterpret_cast<const float2*>(norm + v * kChannels + 8 * t + 2 * (w + k));
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const unsigned word = word_of(row[i], w + k);
+            const float one = norms[i].template first<T>(word), other = norms[i].template second<T>(word);
+            pairs[i] = transposed(pack(T{}, one, other));
+            xn[2 * k + i] = pack(T{}, one * n.x, other * n.y);
+          }
+          Mma<T>::template step<0>(sum[4 * v + w + k], heads, Mma<T>::factor(pairs));
         }
+        const uint4 words = by_head[2 * v + w / 2][lane];
+        const unsigned columns[4] = {words.x, words.y, words.z, words.w};
+        const auto of_rows = Mma<T>::factor(xn), of_heads = Mma<T>::factor(columns);
+        Mma<T>::template step<0>(projected[0], of_rows, of_heads);
+        Mma<T>::template step<1>(projected[1], of_rows, of_heads);
+        device::hold_order();
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum_of_grad[j][0] += first_of<T>(a[2 * j + i]);
+        sum_of_grad[j][1] += second_of<T>(a[2 * j + i]);
       }
     }
     if (grad_pair == nullptr) continue;
-    float d[kBlocks][4] = {}, mean[2] = {}, slope[2] = {};
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const uint2 words = weight[b][lane];
-      const unsigned columns[4] = {words.x, words.y, 0, 0};
-      Mma<T>::template step<0>(d[b], upstream, Mma<T>::factor(columns));
-      const float2 n = *reinterpret_cast<const float2*>(norm + b / 4 * kChannels + 8 * t + b % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        d[b][2 * i] *= n.x;
-        d[b][2 * i + 1] *= n.y;
-        mean[i] += d[b][2 * i] + d[b][2 * i + 1];
-        slope[i] += d[b][2 * i] * first_of<T>(x[i][b]) + d[b][2 * i + 1] * second_of<T>(x[i][b]);
-      }
-    }
-    auto* to = reinterpret_cast<uint4*>(grad_pair) + (at.batch * p.pairs + at.pair) * (kVectors * 4) + t;
+    float mean[2] = {}, slope[2] = {};  // at last what is taken off: of each row, and times its values
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      mean[i] = kCentered ? device::row_sum(mean[i]) * kShare : 0.0f;
-      slope[i] = device::row_sum(slope[i]) * kShare;
-      const auto channels = [&](int b) {
-        return pack(T{}, rate[i] * (d[b][2 * i] - mean[i] - first_of<T>(x[i][b]) * slope[i]),
-                    rate[i] * (d[b][2 * i + 1] - mean[i] - second_of<T>(x[i][b]) * slope[i]));
-      };
-      const int row = g + 8 * i;
-      if (row >= at.rows) continue;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        to[row * (kVectors * 4) + v * 4] =
-            make_uint4(channels(4 * v), channels(4 * v + 1), channels(4 * v + 2), channels(4 * v + 3));
+      for (int j = 0; j < 2; ++j) {
+        const float first = first_of<T>(a[2 * j + i]), second = second_of<T>(a[2 * j + i]);
+        const float2 m = *reinterpret_cast<const float2*>(means + 8 * j + 2 * t);
+        if constexpr (kCentered) mean[i] += first * m.x + second * m.y;
+        slope[i] += first * projected[j][2 * i] + second * projected[j][2 * i + 1];
+      }
+      if constexpr (kCentered) mean[i] = device::row_sum(mean[i]) * norms[i].rate;
+      slope[i] = device::row_sum(slope[i]) * kShare * norms[i].rate;
+      mean[i] += slope[i] * norms[i].shift;
+      slope[i] *= norms[i].rate;
+    }
+    auto* to = reinterpret_cast<uint4*>(grad_pair) + (now.batch * p.pairs + now.pair()) * (kVectors * 4) + t;
+    const int rows_there = now.rows(p.pairs);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 row[2] = {reads.take(0, v, stage), reads.take(1, v, stage)};
+      unsigned out[2][4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint2 words = weight[4 * v + w][lane];
+        const unsigned columns[4] = {words.x, words.y, 0, 0};
+        float d[4] = {};
+        Mma<T>::template step<0>(d, upstream, Mma<T>::factor(columns));
+        const float2 n = *reinterpret_cast<const float2*>(norm + v * kChannels + 8 * t + 2 * w);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const unsigned word = word_of(row[i], w);
+          out[i][w] = pack(T{}, d[2 * i] * n.x * norms[i].rate - (mean[i] + first_of<T>(word) * slope[i]),
+                           d[2 * i + 1] * n.y * norms[i].rate - (mean[i] + second_of<T>(word) * slope[i]));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = g + 8 * i;
+        if (row < rows_there) to[row * (kVectors * 4) + v * 4] = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
       }
     }
   }
@@ -422,7 +482,7 @@ __global__ void __launch_bounds__(kMostChannels)
 
 // CTAs that are on the GPU at once, each of which takes tile after tile.
 Grid grid_of(const PairProjectionCall& p, int ctas_of_multiprocessor) {
-  const int64_t wanted = (tiles_of(p.batches, p.pairs) + kWarps - 1) / kWarps;
+  const int64_t wanted = (p.batches * tiles_of(p.pairs) + kWarps - 1) / kWarps;
   return {.blocks = std::min(wanted, int64_t{current_device().multiprocessors} * ctas_of_multiprocessor),
           .threads = kThreads,
           .shared_bytes = p.channels == 64 ? Reads<2>::kBytes : Reads<4>::kBytes};
