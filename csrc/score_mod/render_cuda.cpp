@@ -435,15 +435,19 @@ class Renderer {
     there_ = false;
     text_ += "  }\n";
   }
+  // PairRead::dimensions.
+  int first_dimensions(NodeId id) const {
+    const auto found = box_dimensions(graph_, id, options_.dtypes);
+    return found ? (found->batch >= 0 ? 1 : 0) + (found->h >= 0 ? 2 : 0) : -1;
+  }
   void reads_of_pairs(const std::string& indices) {
     const auto dependence = dependences(graph_);
     std::vector<std::string> facts;
     for (const NodeId id : pair_loads_) {
       const DType dtype = options_.dtypes[static_cast<size_t>(graph_[id].payload)];
       facts.push_back(flag((dependence[id].on() & set_of(kVarB)) != 0) + ", " + flag(reads_by_groups(graph_, id)) +
-                      ", " + number(box_bytes(graph_, id, options_.dtypes)) + ", " +
-                      number(box_dimensions(graph_, id, options_.dtypes)) + ", " + flag(dtype == DType::kBFloat16) +
-                      ", " + flag(graph_[id].type == Type::kInt));
+                      ", " + number(box_bytes(graph_, id, options_.dtypes)) + ", " + number(first_dimensions(id)) +
+                      ", " + flag(dtype == DType::kBFloat16) + ", " + flag(graph_[id].type == Type::kInt));
     }
     list("PairRead", "kPair", "kPairCount", facts);
     elements_of("auto pair_read", pair_loads_, indices);
@@ -466,13 +470,15 @@ class Renderer {
     there_ = true;
     for (size_t k = 0; k < pair_loads_.size(); ++k) {
       const Node& node = graph_[pair_loads_[k]];
-      const int dimensions = box_dimensions(graph_, pair_loads_[k], options_.dtypes);
-      if (dimensions < 0 || (dimensions & 1) == 0) continue;
+      const auto dimensions = box_dimensions(graph_, pair_loads_[k], options_.dtypes);
+      if (!dimensions || dimensions->batch < 0) continue;
+      const auto batch = static_cast<size_t>(dimensions->batch);
       text_ += "    if constexpr (k == " + number(static_cast<int64_t>(k)) + ") {\n";
-      statements({node.operands[0]});
+      statements({node.operands[batch]});
       std::vector<std::string> index;
-      const std::string in_range = checks(static_cast<int>(node.payload), node.operands, index, ~uint32_t{1});
-      text_ += "    return true" + in_range + " ? static_cast<int>(" + index[0] + ") : -1;\n    }\n";
+      const std::string in_range =
+          checks(static_cast<int>(node.payload), node.operands, index, ~(uint32_t{1} << batch));
+      text_ += "    return true" + in_range + " ? static_cast<int>(" + index[batch] + ") : -1;\n    }\n";
     }
     there_ = false;
     text_ += "    return 0;\n  }\n";
@@ -846,27 +852,35 @@ bool is_of_batch(const Graph& graph, NodeId id) {
 
 }  // namespace
 
-int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
+std::optional<BoxDimensions> box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
   const Node& node = graph[load];
   const size_t rank = node.operands.size();
-  if (node.type != Type::kFloat || rank < 2 || rank > 4 || box_bytes(graph, load, dtypes) == 0) return -1;
+  if (node.type != Type::kFloat || rank < 2 || box_bytes(graph, load, dtypes) == 0) return std::nullopt;
   const auto is = [&](size_t d, Input input) {
     const Node& index = graph[node.operands[d]];
     return index.op == Op::kInput && static_cast<Input>(index.payload) == input;
   };
-  if (!is(rank - 2, Input::kQ)) return -1;
-  int dimensions = 0;
+  if (!is(rank - 2, Input::kQ)) return std::nullopt;
+  BoxDimensions found;
+  found.q = static_cast<int>(rank) - 2;
   for (size_t d = 0; d + 2 < rank; ++d) {
-    const int found = is(d, Input::kH) ? 2 : is_of_batch(graph, node.operands[d]) ? 1 : 0;
-    if (found <= dimensions) return -1;
-    dimensions |= found;
+    const Node& index = graph[node.operands[d]];
+    if (index.op == Op::kConstant && index.payload == 0) continue;
+    if (found.h >= 0) return std::nullopt;
+    if (is(d, Input::kH)) {
+      found.h = static_cast<int>(d);
+    } else if (found.batch < 0 && is_of_batch(graph, node.operands[d])) {
+      found.batch = static_cast<int>(d);
+    } else {
+      return std::nullopt;
+    }
   }
-  return dimensions;
+  return found;
 }
 
 std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes) {
   std::vector<NodeId> reads = pair_reads(graph);
-  std::erase_if(reads, [&](NodeId load) { return box_dimensions(graph, load, dtypes) < 0; });
+  std::erase_if(reads, [&](NodeId load) { return !box_dimensions(graph, load, dtypes); });
   return reads;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -39,10 +40,14 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 /// Whether one of pair_reads reads integers at [..., q_idx, kv_idx], the indices before depending on neither.
 bool reads_places(const Graph& graph, NodeId load);
 
-/// Which first indices the buffer of one of pair_reads has: 1, one that depends on b and the call's numbers alone,
-/// such as b or b // 2; 2, h. They come in this order, then q_idx and kv_idx, so that boxes are the buffer's own, of
-/// floats. -1: its indices are others.
-int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
+/// The dimensions of a buffer of floats whose boxes are its own, as they lie. -1: none.
+struct BoxDimensions {
+  int batch = -1;  ///< whose index depends on b and the call's numbers alone, such as b or b // 2
+  int h = -1;
+  int q = 0;  ///< kv_idx is behind it, the last one
+};
+/// Those of one of pair_reads, where they come in this order; other indices are the constant 0.
+std::optional<BoxDimensions> box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 /// Those of pair_reads that have box_dimensions, in their order.
 std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes);
 
@@ -81,7 +86,7 @@ bool small_scalars(std::span<const Value> scalars);
 ///     // with box_bytes, or where it reads_places: a query's row
 ///     template <int k>
 ///     static __device__ PairRow pair_row(const Captured&, int b, int h, int q_idx, bool valid);
-///     // with 1 among its box_dimensions: the first index, -1 out of range
+///     // with a batch among its box_dimensions: its index, -1 out of range
 ///     template <int k>
 ///     static __device__ int pair_batch(const Captured&, int b);
 ///     // those with column_dimensions go through read_column<k>(reads, pointer, there, place in the column, its size);

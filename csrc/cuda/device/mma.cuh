@@ -101,9 +101,6 @@ struct Tile {
 /// the place of a stride.
 __device__ __forceinline__ constexpr int place_in(int stride, int row, int byte) { return row * stride + byte; }
 
-/// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
-/// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
-__device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

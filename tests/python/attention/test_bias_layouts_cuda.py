@@ -57,6 +57,46 @@ def test_layouts(name: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
         assert relative(ours, truth) <= 1e-2
 
 
+# Sizes of a leaf before those of queries and keys, and the first indices of its reads.
+FIRST: dict[str, tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor, Tensor], tuple]]] = {
+    "none": (lambda b, h: (), lambda b, h: ()),
+    "0": (lambda b, h: (1,), lambda b, h: (0,)),
+    "0 0 h": (lambda b, h: (1, 1, h), lambda b, h: (0, 0, h)),
+    "b 0 h": (lambda b, h: (b, 1, h), lambda b, h: (b, 0, h)),
+    "0 b 0": (lambda b, h: (1, b, 1), lambda b, h: (0, b, 0)),
+    "0 b 0 h 0": (lambda b, h: (1, b, 1, h, 1), lambda b, h: (0, b, 0, h, 0)),
+    "0 h of two": (lambda b, h: (2, h), lambda b, h: (0, h)),
+    "1 h of two": (lambda b, h: (2, h), lambda b, h: (1, h)),
+    "1 0 h": (lambda b, h: (2, 1, h), lambda b, h: (1, 0, h)),
+    "h b": (lambda b, h: (h, b), lambda b, h: (h, b)),
+    "h 0 b": (lambda b, h: (h, 2, b), lambda b, h: (h, 0, b)),
+}
+
+
+@pairs_of(
+    {
+        "dtype": [torch.bfloat16, torch.float16, torch.float32],
+        "sizes": [(9, 3, 130, 200), (3, 4, 256, 256), (2, 9, 70, 137)],
+        "size": [32, 64],
+        "name": [*FIRST],
+    },
+    tests=6,
+)
+def test_first_indices(name: str, size: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    b, h, m, n = sizes
+    first, indices = FIRST[name]
+    leaf = torch.randn(*first(b, h), m, n, dtype=dtype, requires_grad=True)
+    given = [*inputs(b, h, m, n, size), leaf]
+    upstream = torch.randn_like(given[0])
+    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + leaf[(*indices(b, h), q, kv)])
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][(*indices(b, h), q, kv)]).out
+    assert relative(out, expected) <= 1e-2
+    truths = torch.autograd.grad(expected, wide, upstream.double())
+    for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads", [1, 4, 8, 16, 33, 70])
 def test_the_bits_of_a_bias_do_not_depend_on_its_layout(heads: int, dtype: torch.dtype) -> None:

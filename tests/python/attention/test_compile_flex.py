@@ -9,6 +9,8 @@ import pytest
 import torch
 from coverings import pairs_of, rows_of
 from fusegrad import _C, ScoreMod, compile_flex, flex_attention, trace_mask_mod
+from fusegrad._bias_texts import MASKED, Pattern, Read, text_of
+from fusegrad.compile import _captured
 from needs import QUICKLY, has_flex_compiler, needs_flex_compiler
 from support import deterministic_algorithms
 from torch.nn.attention.flex_attention import create_block_mask
@@ -244,3 +246,20 @@ def test_calls_of_told_sizes_compile_nothing(name: str, sizes: tuple[int, int, i
 def test_a_build_without_cuda_says_so() -> None:
     with pytest.raises(NotImplementedError, match="compile_flex: fusegrad must be built with CUDA"):
         compile_flex(head_size=16, architecture="90a")
+
+
+@needs_flex_compiler
+@rows_of("direction", ["forward", "backward"])
+def test_dimensions_that_are_read_at_0_cost_nothing(direction: str) -> None:
+    """A bias of [1, 1, H, M, N], as models give them, has the plan of one of [H, M, N], down to its shared memory."""
+
+    def plan(*first: str) -> str:
+        bias = torch.randn(*[1 for _ in first], 4, 256, 256, dtype=torch.bfloat16)
+        text = text_of(Pattern((Read("bias", (*first, "h", "q_idx", "kv_idx")),), False, MASKED))
+        named = ("score_mod", "score_mod_buffers", "score_mod_scalars")
+        fields = dict(zip(named, _captured(ScoreMod(text, (bias,))), strict=True)) | {"training": True}
+        more = {"needs_grad": [True] * 4, "deterministic": False} if direction == "backward" else {}
+        fields |= {"direction": direction, "shape": [256, 4, 256, 256, 4, 256, 32, 32], "dtype": "bfloat16", **more}
+        return _C.flex.call_plan(fields, "90a", 132)[0]
+
+    assert plan() == plan("0") == plan("0", "0") == plan("0", "0", "0")

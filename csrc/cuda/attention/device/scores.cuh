@@ -227,6 +227,9 @@ constexpr bool kUnmaskedToo = [] {
   return Config::kFixedPoint || (Config::kPartialSums && sums_over_queries(Config::Schemes::kScheme[0]));
 }();
 
+/// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
+/// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
+__device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
 /// Words that are computed before what comes behind it.
 template <int kWords>
 __device__ __forceinline__ void pin_words(unsigned (&word)[kWords]) {

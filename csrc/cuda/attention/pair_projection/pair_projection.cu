@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/attention/device/scores.cuh"
 #include "cuda/device/mma.cuh"
 #include "cuda/launch.h"
 
@@ -18,7 +19,8 @@ constexpr int kRows = 16;      // pairs of a warp's tile
 constexpr int kHeads = 16;     // those beyond the call's are zeros
 constexpr int kChannels = 32;  // that a vector of 16 bytes a lane holds of a row
 constexpr int kMostChannels = 128;
-constexpr int kForwardCtas = 3, kBackwardCtas = 3;  // of a multiprocessor
+constexpr int kForwardCtas = 4, kBackwardCtas = 3;      // of a multiprocessor
+constexpr int kForwardStages = 2, kBackwardStages = 3;  // of a warp's reads
 
 // Lane g = lane / 4 has rows g and g + 8 of a tile. In vector v the lane t = lane % 4 has channels 32v + 8t to 32v + 8t
 // + 7, so that memory is read and written 64 bytes a row at a time. Products do not mind in which order they add
@@ -72,9 +74,9 @@ struct Walk {
 
 // Tiles of pairs on their way to the lanes, through shared memory: each lane reads what it has copied itself, so that
 // warps wait for nobody.
-template <int kVectors>
+template <int kVectors, int kStages>
 struct Reads {
-  static constexpr int kStages = 3, kVector = device::kLanes * 16, kStage = 2 * kVectors * kVector;  // bytes of a warp
+  static constexpr int kVector = device::kLanes * 16, kStage = 2 * kVectors * kVector;  // bytes of a warp
   static constexpr int kBytes = kWarps * kStages * kStage;
   const PairProjectionCall& p;
   unsigned place;  // the lane's in its warp's first stage
@@ -87,7 +89,8 @@ struct Reads {
   __device__ __forceinline__ void begin(const Walk& at, int stage) const {
     if (at.batch < p.batches) {
       const int lane = static_cast<int>(threadIdx.x) % device::kLanes, rows = at.rows(p.pairs);
-      const auto* from = static_cast<const uint4*>(p.pair) + (at.batch * p.pairs + at.pair()) * (kVectors * 4) + lane % 4;
+      const auto* from =
+          static_cast<const uint4*>(p.pair) + (at.batch * p.pairs + at.pair()) * (kVectors * 4) + lane % 4;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = lane / 4 + 8 * i;
@@ -124,8 +127,8 @@ struct Norm {
   }
 };
 
-template <class T, bool kCentered, int kVectors>
-__device__ __forceinline__ Norm norm_of(const Reads<kVectors>& reads, int i, int stage) {
+template <class T, bool kCentered, int kVectors, int kStages>
+__device__ __forceinline__ Norm norm_of(const Reads<kVectors, kStages>& reads, int i, int stage) {
   constexpr float kShare = 1.0f / (kVectors * kChannels);
   unsigned word[kVectors * 4];
   float sum = 0.0f, squares = 0.0f;
@@ -178,16 +181,16 @@ __global__ void __launch_bounds__(kThreads, kForwardCtas)
     }
   }
   extern __shared__ uint4 stages[];
-  const Reads<kVectors> reads(p, stages);
-  constexpr int kStages = Reads<kVectors>::kStages;
+  constexpr int kStages = kForwardStages;
+  const Reads<kVectors, kStages> reads(p, stages);
   Walk at(p.pairs), ahead = at;
 #pragma unroll
   for (int i = 0; i + 1 < kStages; ++i, ahead = ahead.next()) reads.begin(ahead, i);
   for (int stage = 0; at.batch < p.batches; at = at.next(), ahead = ahead.next(), stage = (stage + 1) % kStages) {
     reads.begin(ahead, (stage + kStages - 1) % kStages);
     device::wait_copies<kStages - 1>();
-    const Norm first = norm_of<T, kCentered, kVectors>(reads, 0, stage);
-    const Norm second = norm_of<T, kCentered, kVectors>(reads, 1, stage);
+    const Norm first = norm_of<T, kCentered>(reads, 0, stage);
+    const Norm second = norm_of<T, kCentered>(reads, 1, stage);
     float c[2][4] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -258,17 +261,17 @@ struct Upstream {
 // With x the normalized row, xn = x * norm_weight, and d = sum_h grad[h] * weight[h] * norm_weight, all by channels:
 //   grad of the row   rate * (d - mean(d) - x * mean(d * x)), without mean(d) where nothing is centered
 //   mean(d)           sum_h grad[h] * mean(weight[h] * norm_weight)
-//   mean(d * x)       sum_h grad[h] * mean(weight[h] * xn): products, so that d is needed once, eight channels at a time
-//   sums              [h, c]: sum over pairs of grad[h] * x[c], and behind them sum of grad[h]
+//   mean(d * x)       sum_h grad[h] * mean(weight[h] * xn): products, so that d is needed once, eight channels at a
+//   time sums              [h, c]: sum over pairs of grad[h] * x[c], and behind them sum of grad[h]
 template <class T, bool kCentered, int kVectors>
 __global__ void __launch_bounds__(kThreads, kBackwardCtas)
     backward_kernel(const __grid_constant__ PairProjectionCall p, const T* grad, T* grad_pair, float* parts) {
   constexpr int kAll = kVectors * kChannels, kBlocks = kVectors * 4;
   constexpr float kShare = 1.0f / kAll;
   __shared__ float norm[kAll];
-  __shared__ uint2 weight[kBlocks][device::kLanes];         // operand B of each block of channels
-  __shared__ uint4 by_head[kBlocks / 2][device::kLanes];    // of each two blocks: operand B of heads
-  __shared__ float means[kHeads];                           // of weight * norm_weight
+  __shared__ uint2 weight[kBlocks][device::kLanes];       // operand B of each block of channels
+  __shared__ uint4 by_head[kBlocks / 2][device::kLanes];  // of each two blocks: operand B of heads
+  __shared__ float means[kHeads];                         // of weight * norm_weight
   __shared__ float sums[kHeads][kAll + 1];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % device::kLanes, t = lane % 4, g = lane / 4;
   const auto weight_bits = [&](int head, int channel) {
@@ -297,8 +300,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardCtas)
   __syncthreads();
   float sum[kBlocks][4] = {}, sum_of_grad[2][2] = {};
   extern __shared__ uint4 stages[];
-  const Reads<kVectors> reads(p, stages);
-  constexpr int kStages = Reads<kVectors>::kStages;
+  constexpr int kStages = kBackwardStages;
+  const Reads<kVectors, kStages> reads(p, stages);
   Walk at(p.pairs), ahead = at;
 #pragma unroll
   for (int i = 0; i + 1 < kStages; ++i, ahead = ahead.next()) reads.begin(ahead, i);
@@ -307,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardCtas)
   for (int stage = 0; at.batch < p.batches; ahead = ahead.next(), stage = (stage + 1) % kStages) {
     reads.begin(ahead, (stage + kStages - 1) % kStages);
     device::wait_copies<kStages - 1>();
-    const Norm norms[2] = {norm_of<T, kCentered, kVectors>(reads, 0, stage), norm_of<T, kCentered, kVectors>(reads, 1, stage)};
+    const Norm norms[2] = {norm_of<T, kCentered>(reads, 0, stage), norm_of<T, kCentered>(reads, 1, stage)};
     const unsigned a[4] = {next_grad.word(0, 0), next_grad.word(0, 1), next_grad.word(1, 0), next_grad.word(1, 1)};
     const Walk now = at;
     at = at.next();
@@ -481,14 +484,15 @@ __global__ void __launch_bounds__(kMostChannels)
 }
 
 // CTAs that are on the GPU at once, each of which takes tile after tile.
-Grid grid_of(const PairProjectionCall& p, int ctas_of_multiprocessor) {
+template <int kCtas, int kStages>
+Grid grid_of(const PairProjectionCall& p) {
   const int64_t wanted = (p.batches * tiles_of(p.pairs) + kWarps - 1) / kWarps;
-  return {.blocks = std::min(wanted, int64_t{current_device().multiprocessors} * ctas_of_multiprocessor),
+  return {.blocks = std::min(wanted, int64_t{current_device().multiprocessors} * kCtas),
           .threads = kThreads,
-          .shared_bytes = p.channels == 64 ? Reads<2>::kBytes : Reads<4>::kBytes};
+          .shared_bytes = p.channels == 64 ? Reads<2, kStages>::kBytes : Reads<4, kStages>::kBytes};
 }
-Grid forward_grid(const PairProjectionCall& p) { return grid_of(p, kForwardCtas); }
-Grid backward_grid(const PairProjectionCall& p) { return grid_of(p, kBackwardCtas); }
+Grid forward_grid(const PairProjectionCall& p) { return grid_of<kForwardCtas, kForwardStages>(p); }
+Grid backward_grid(const PairProjectionCall& p) { return grid_of<kBackwardCtas, kBackwardStages>(p); }
 
 // run(element, centered, vectors), each as a type.
 template <class Run>

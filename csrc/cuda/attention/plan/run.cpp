@@ -201,15 +201,16 @@ void PlanRun::take_maps(const FlexTile& tile, device::TensorMap (&maps)[device::
   const auto reads = score_mod::mapped_reads(graph, dtypes);
   for (size_t i = 0; i < static_cast<size_t>(tile.maps()); ++i) {
     const score_mod::NodeId load = reads[i];
-    const int dimensions = score_mod::box_dimensions(graph, load, dtypes);
+    const auto dimensions = *score_mod::box_dimensions(graph, load, dtypes);
     const score_mod::Buffer& buffer = buffers_[static_cast<size_t>(graph[load].payload)];
     FlexBoxes boxes;
-    size_t d = 0;
-    for (size_t to = 0; to < 4; ++to) {
-      const bool there = to >= 2 || (dimensions >> to & 1) != 0;
-      boxes.sizes[to] = there ? buffer.sizes[d] : 1;
-      boxes.strides[to] = there ? buffer.strides[d++] : 0;
+    size_t to = 0;
+    for (const int d : {dimensions.batch, dimensions.h, dimensions.q, dimensions.q + 1}) {
+      boxes.sizes[to] = d < 0 ? 1 : buffer.sizes[static_cast<size_t>(d)];
+      boxes.strides[to++] = d < 0 ? 0 : buffer.strides[static_cast<size_t>(d)];
     }
+    // Nor are there any elements where another dimension has no place 0.
+    if (std::find(buffer.sizes.begin(), buffer.sizes.end(), 0) != buffer.sizes.end()) boxes.sizes[2] = 0;
     const DType dtype = buffer.dtype == score_mod::DType::kFloat32   ? DType::kFloat32
                         : buffer.dtype == score_mod::DType::kFloat16 ? DType::kFloat16
                                                                      : DType::kBFloat16;
