@@ -261,8 +261,8 @@ struct Upstream {
 // With x the normalized row, xn = x * norm_weight, and d = sum_h grad[h] * weight[h] * norm_weight, all by channels:
 //   grad of the row   rate * (d - mean(d) - x * mean(d * x)), without mean(d) where nothing is centered
 //   mean(d)           sum_h grad[h] * mean(weight[h] * norm_weight)
-//   mean(d * x)       sum_h grad[h] * mean(weight[h] * xn): products, so that d is needed once, eight channels at a
-//   time sums              [h, c]: sum over pairs of grad[h] * x[c], and behind them sum of grad[h]
+//   mean(d * x)       sum_h grad[h] * mean(weight[h] * xn): products, so that d is needed once, 8 channels at a time
+//   sums              [h, c]: sum over pairs of grad[h] * x[c], and behind them sum of grad[h]
 template <class T, bool kCentered, int kVectors>
 __global__ void __launch_bounds__(kThreads, kBackwardCtas)
     backward_kernel(const __grid_constant__ PairProjectionCall p, const T* grad, T* grad_pair, float* parts) {
