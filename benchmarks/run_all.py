@@ -223,12 +223,23 @@ class Runner:
         self.ended(one)
 
 
+def visible(numbers: Sequence[str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES has for the GPUs of these numbers: a row's process sees one of them alone."""
+    known = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not known:
+        return list(numbers)
+    wrong = [n for n in numbers if not n.isdecimal() or int(n) >= len(known)]
+    if wrong:
+        raise ValueError(f"must be below {len(known)}, the number of CUDA_VISIBLE_DEVICES, but got {wrong[0]}")
+    return [known[int(n)] for n in numbers]
+
+
 def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="All benchmarks; other options go to each of them.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--only", default="", help="regular expression on '<script> <row>'")
-    parser.add_argument("--gpus", default="0", help="those to use, by number: 0,1")
+    parser.add_argument("--gpus", default="0", help="those to use, by number among CUDA_VISIBLE_DEVICES: 0,1")
     parser.add_argument("--room", type=int, default=ROOM, help="rows that wait on a GPU at once")
     parser.add_argument("--patience", type=int, default=600, help="seconds in which a wave's rows must compile")
     parser.add_argument("--output", type=Path, help="folder whose JSON the results are merged into")
@@ -237,7 +248,12 @@ def main() -> int:
     options, more = parser.parse_known_args()
     if options.output is not None:
         options.output = options.output.absolute()
-    gpus = options.gpus.split(",") if options.device == "cuda" else ["cpu"]
+    gpus = ["cpu"]
+    if options.device == "cuda":
+        try:
+            gpus = visible(options.gpus.split(","))
+        except ValueError as error:
+            parser.error(f"--gpus: {error}")
     found = [job for job in jobs(options.device) if re.search(options.only, job.name)]
     if options.list:
         print("\n".join(job.name for job in found))

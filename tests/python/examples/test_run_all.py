@@ -184,6 +184,31 @@ def test_waves_share_gpus_and_hold_so_much(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(wave.by_gpu.get(gpu, [])) for wave in found for gpu in "01"] == [12, 12, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "devices, asked, taken",
+    [
+        (None, "1", ["1"]),
+        ("", "0", ["0"]),
+        ("1", "0", ["1"]),
+        ("2, 3", "0,1", ["2", "3"]),
+        ("GPU-a,GPU-b", "1", ["GPU-b"]),
+    ],
+)
+def test_gpus_are_visible_ones(
+    monkeypatch: pytest.MonkeyPatch, devices: str | None, asked: str, taken: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if devices is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    assert run_all.visible(asked.split(",")) == taken
+
+
+def test_gpus_that_are_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(ValueError, match="below 1, the number of CUDA_VISIBLE_DEVICES, but got 1"):
+        run_all.visible(["0", "1"])
+
+
 Run = Callable[..., int]
 
 
