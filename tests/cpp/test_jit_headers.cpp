@@ -362,7 +362,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
     {"cuda/attention/captured/pair_boxes.cuh",
      "using Boxes = PairBoxes<ScoreMod, 32, 32, KeptReads<ScoreMod, 4, 128, false>, true>;\n"
      "extern __shared__ __align__(16) char shared[];\n"
-     "Boxes::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 0, 1, 2, 3, 32, threadIdx.x);\n"
+     "Boxes::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 0, 1, 2, 3, 32, 40, threadIdx.x);\n"
      "auto reads = Boxes::reads<true>(shared_address(shared), 0, 16, threadIdx.x % kLanes);\n"
      "reads.e = 3;\n"
      "out[threadIdx.x] = ScoreMod::apply(*(const ScoreMod::Captured*)in, in[1], 0, 1, 2, 3, true, reads);",
