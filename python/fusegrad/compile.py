@@ -32,15 +32,13 @@ _FEW_QUERIES = ((1, 4096), (16, 8192), (32, 8192), (256, 8192))  # of one batch 
 _MULTIPROCESSORS = {"80": 108, "86": 84, "87": 16, "89": 142, "90": 132, "100": 148, "103": 160, "120": 188, "121": 48}
 
 
-def _captured(mod: ScoreMod | None) -> tuple[str, list[tuple[str, list[int], list[int], bool]], list[Any]]:
-    """Text, buffers by dtype, sizes, strides and alignment, and numbers."""
-    if mod is None:
-        return "", [], []
+def _fields_of(name: str, mod: ScoreMod | None) -> dict[str, Any]:
+    """What a plan reads of a mod, by `name`: text, buffers by dtype, sizes, strides and alignment, and numbers."""
+    text, tensors, scalars = ("", (), ()) if mod is None else (mod.text, mod.buffers, mod.scalars)
     buffers = [
-        (str(b.dtype).removeprefix("torch."), list(b.shape), list(b.stride()), b.data_ptr() % 16 == 0)
-        for b in mod.buffers
+        (str(b.dtype).removeprefix("torch."), list(b.shape), list(b.stride()), b.data_ptr() % 16 == 0) for b in tensors
     ]
-    return mod.text, buffers, list(mod.scalars)
+    return {name: text, f"{name}_buffers": buffers, f"{name}_scalars": list(scalars)}
 
 
 def _shapes(
@@ -173,16 +171,10 @@ def compile_flex(
         multiprocessors = torch.cuda.get_device_properties().multi_processor_count
     multiprocessors = multiprocessors or _MULTIPROCESSORS.get(architecture.rstrip("af"), 132)
 
-    score_text, score_buffers, score_scalars = _captured(score)
-    mask_text, mask_buffers, mask_scalars = _captured(mask)
     common = {
         "dtype": str(dtype).removeprefix("torch."),
-        "score_mod": score_text,
-        "score_mod_buffers": score_buffers,
-        "score_mod_scalars": score_scalars,
-        "mask_mod": mask_text,
-        "mask_mod_buffers": mask_buffers,
-        "mask_mod_scalars": mask_scalars,
+        **_fields_of("score_mod", score),
+        **_fields_of("mask_mod", mask),
         "block_size": sizes if blocks else None,
         "dropout": dropout_p > 0,
         "full_float32": torch.backends.cuda.matmul.fp32_precision != "tf32",

@@ -10,7 +10,7 @@ import torch
 from coverings import pairs_of, rows_of
 from fusegrad import _C, ScoreMod, compile_flex, flex_attention, trace_mask_mod
 from fusegrad._bias_texts import MASKED, Pattern, Read, text_of
-from fusegrad.compile import _captured
+from fusegrad.compile import _fields_of
 from needs import QUICKLY, has_flex_compiler, needs_flex_compiler
 from support import deterministic_algorithms
 from torch.nn.attention.flex_attention import create_block_mask
@@ -256,10 +256,9 @@ def test_dimensions_that_are_read_at_0_cost_nothing(direction: str) -> None:
     def plan(*first: str) -> str:
         bias = torch.randn(*[1 for _ in first], 4, 256, 256, dtype=torch.bfloat16)
         text = text_of(Pattern((Read("bias", (*first, "h", "q_idx", "kv_idx")),), False, MASKED))
-        named = ("score_mod", "score_mod_buffers", "score_mod_scalars")
-        fields = dict(zip(named, _captured(ScoreMod(text, (bias,))), strict=True)) | {"training": True}
-        more = {"needs_grad": [True] * 4, "deterministic": False} if direction == "backward" else {}
-        fields |= {"direction": direction, "shape": [256, 4, 256, 256, 4, 256, 32, 32], "dtype": "bfloat16", **more}
+        fields = _fields_of("score_mod", ScoreMod(text, (bias,)))
+        fields |= {"direction": direction, "shape": [256, 4, 256, 256, 4, 256, 32, 32], "dtype": "bfloat16"}
+        fields |= {"training": True, "needs_grad": [True] * 4} if direction == "backward" else {"training": True}
         return _C.flex.call_plan(fields, "90a", 132)[0]
 
     assert plan() == plan("0") == plan("0", "0") == plan("0", "0", "0")

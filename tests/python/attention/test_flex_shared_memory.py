@@ -10,7 +10,7 @@ import torch
 from coverings import rows_of
 from flex_limits import too_large
 from fusegrad import _C, trace_mask_mod, trace_score_mod
-from fusegrad.compile import _captured
+from fusegrad.compile import _fields_of
 from needs import needs_flex_compiler
 
 pytestmark = [needs_flex_compiler, pytest.mark.cpu_only]
@@ -27,8 +27,7 @@ def test_every_call_has_a_plan(case: score_mods.Case) -> None:
     score = None if score_mod is None else trace_score_mod(score_mod)
     mask = None if mask_mod is None else trace_mask_mod(mask_mod)
     buffers = () if score is None else score.buffers
-    mods = dict(zip(("score_mod", "score_mod_buffers", "score_mod_scalars"), _captured(score), strict=True))
-    mods |= dict(zip(("mask_mod", "mask_mod_buffers", "mask_mod_scalars"), _captured(mask), strict=True))
+    mods = _fields_of("score_mod", score) | _fields_of("mask_mod", mask)
     wants = [True] * 3 + [b.requires_grad for b in buffers]
     directions = (
         {"direction": "forward"},

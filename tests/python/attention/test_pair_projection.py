@@ -183,7 +183,7 @@ def test_opcheck(device: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_pair_bias(device: str, autocast: bool, norm_kind: Literal["layer_norm", "rms_norm"]) -> None:
-    """By it, or by a projection that is given to it; autocast would change nothing."""
+    """Projected by the op, or before the call by PyTorch. The tensors have autocast's dtype already."""
     B, M, N, H, DH, D, c = 2, 2, 21, 4, 8, 32, 64
     centered, dtype = norm_kind == "layer_norm", torch.bfloat16
     w = weights(H, DH, D, c)

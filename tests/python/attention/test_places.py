@@ -9,7 +9,7 @@ import pytest
 import torch
 from coverings import rows_of
 from fusegrad import _C, trace_score_mod
-from fusegrad.compile import _captured
+from fusegrad.compile import _fields_of
 from needs import needs_flex_compiler
 from torch import Tensor
 
@@ -22,7 +22,7 @@ Made = Callable[..., Tensor]
 def plan(mod: Made, sizes: Sizes, direction: str, head: int = 24) -> str:
     score = trace_score_mod(mod)
     b, h, m, n = sizes
-    fields = dict(zip(("score_mod", "score_mod_buffers", "score_mod_scalars"), _captured(score), strict=True))
+    fields = _fields_of("score_mod", score)
     fields |= {"direction": direction, "shape": [b, h, m, b, h, n, head, head], "training": True}
     if direction == "backward":
         fields |= {"needs_grad": [True] * 3 + [x.requires_grad for x in score.buffers]}

@@ -209,7 +209,7 @@ void PlanRun::take_maps(const FlexTile& tile, device::TensorMap (&maps)[device::
       boxes.sizes[to] = d < 0 ? 1 : buffer.sizes[static_cast<size_t>(d)];
       boxes.strides[to++] = d < 0 ? 0 : buffer.strides[static_cast<size_t>(d)];
     }
-    // Nor are there any elements where another dimension has no place 0.
+    // A dimension of size 0 has no place 0 to be read: the tensor has no elements.
     if (std::find(buffer.sizes.begin(), buffer.sizes.end(), 0) != buffer.sizes.end()) boxes.sizes[2] = 0;
     const DType dtype = buffer.dtype == score_mod::DType::kFloat32   ? DType::kFloat32
                         : buffer.dtype == score_mod::DType::kFloat16 ? DType::kFloat16
