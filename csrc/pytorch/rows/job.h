@@ -38,6 +38,11 @@ inline at::Tensor part(const at::Tensor& tensor, int64_t dim, int64_t first, int
   return count == tensor.size(dim) ? tensor : tensor.narrow(dim, first, count);
 }
 
+/// A contiguous tensor that begins at a multiple of so many bytes: a copy where it does not.
+inline at::Tensor aligned(const at::Tensor& contiguous, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % bytes == 0 ? contiguous : contiguous.clone();
+}
+
 /// A target as the kernels read it: probabilities in the logits' dtype or in acc. Those of the inputs' dtype are
 /// neither where the logits are wider: low-precision products on the CPU.
 at::Tensor readable_target(const at::Tensor& target, at::ScalarType logits_dtype);

@@ -53,10 +53,7 @@ void own_product(const Tensor& out, const Tensor& a, const Tensor& b, const Tens
 // Libraries look at strides and alignment too, which differ between processes that have other segments. All of their
 // matrices begin at multiples of 256 bytes, their rows at as many elements.
 constexpr int64_t kRowUnit = 8;
-
-Tensor aligned(const Tensor& dense) {
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 256 == 0 ? dense : dense.clone();
-}
+constexpr size_t kAlignment = 256;
 
 Tensor room_for(int64_t rows, int64_t columns, const at::TensorOptions& options) {
   return part(at::empty({rows, round_up(columns, kRowUnit)}, options), 1, 0, columns);
@@ -65,7 +62,7 @@ Tensor room_for(int64_t rows, int64_t columns, const at::TensorOptions& options)
 // Up to `tile` rows, filled up with zeros.
 Tensor as_tile(const Tensor& rows, int64_t tile) {
   const int64_t count = rows.size(0), columns = rows.size(1);
-  if (count == tile && columns % kRowUnit == 0 && rows.is_contiguous()) return aligned(rows);
+  if (count == tile && columns % kRowUnit == 0 && rows.is_contiguous()) return aligned(rows, kAlignment);
   const auto filled = room_for(tile, columns, rows.options());
   part(filled, 0, 0, count).copy_(rows);
   filled.slice(0, count).zero_();
@@ -97,9 +94,9 @@ void fixed_logits(const Tensor& out, const Tensor& input, const Tensor& weight, 
     each_segment(out.size(1), fixed.nodes, [&](int64_t column, int64_t width) {
       if (width == 0) return;
       auto z = room_for(fixed.tile, width, out.options());
-      const auto w = aligned(part(weight, 0, column, width)).t();
+      const auto w = aligned(part(weight, 0, column, width), kAlignment).t();
       if (bias.defined()) {
-        at::addmm_out(z, aligned(part(bias, 0, column, width)), rows, w);
+        at::addmm_out(z, aligned(part(bias, 0, column, width), kAlignment), rows, w);
       } else {
         at::mm_out(z, rows, w);
       }
@@ -124,7 +121,7 @@ void fixed_sums(const Tensor& out, const Tensor& z, const Tensor& weight, const 
         sum.zero_();
       } else {
         const auto rows = as_tile(part(part(z, 0, first, count), 1, column, width), fixed.tile);
-        multiply(sum, rows, aligned(part(weight, 0, column, width)), /*add=*/false);
+        multiply(sum, rows, aligned(part(weight, 0, column, width), kAlignment), /*add=*/false);
       }
       for (int64_t bits = segments++; bits % 2 == 1; bits /= 2) {
         sum = waiting.back() + sum;

@@ -11,20 +11,16 @@ namespace {
 
 using at::Tensor;
 
-// Contiguous, and at a multiple of 16 bytes.
-Tensor in_vectors(const Tensor& t) {
-  const auto dense = t.contiguous();
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
-}
+constexpr size_t kVector = 16;  // bytes, at multiples of which the kernels read
 
 struct Given {
   Tensor pair, norm_weight, norm_bias, weight, bias;
 
   explicit Given(const PairProjection& c)
-      : pair(in_vectors(c.pair)),
+      : pair(aligned(c.pair.contiguous(), kVector)),
         norm_weight(c.norm_weight ? c.norm_weight->contiguous() : Tensor()),
         norm_bias(c.norm_bias ? c.norm_bias->contiguous() : Tensor()),
-        weight(in_vectors(c.projection_weight)),
+        weight(aligned(c.projection_weight.contiguous(), kVector)),
         bias(c.projection_bias ? c.projection_bias->contiguous() : Tensor()) {}
 
   cuda::PairProjectionCall call(const PairProjection& c) const {
@@ -62,13 +58,12 @@ void pair_projection_backward(const PairProjectionBackward& c, const fusegrad::P
   const Given given(c.of);
   const auto call = given.call(c.of);
   const auto grad = c.grad.contiguous();
-  const auto data = [](const Tensor& t) { return t.numel() == 0 ? nullptr : t.data_ptr(); };
   cuda::PairProjectionGradients to{.grad = grad.const_data_ptr(),
-                                   .pair = data(std::get<0>(gradients)),
-                                   .norm_weight = data(std::get<1>(gradients)),
-                                   .norm_bias = data(std::get<2>(gradients)),
-                                   .weight = data(std::get<3>(gradients)),
-                                   .bias = data(std::get<4>(gradients))};
+                                   .pair = pointer_at(std::get<0>(gradients), 0),
+                                   .norm_weight = pointer_at(std::get<1>(gradients), 0),
+                                   .norm_bias = pointer_at(std::get<2>(gradients), 0),
+                                   .weight = pointer_at(std::get<3>(gradients), 0),
+                                   .bias = pointer_at(std::get<4>(gradients), 0)};
   Tensor parts;
   if (to.norm_weight != nullptr || to.norm_bias != nullptr || to.weight != nullptr || to.bias != nullptr) {
     parts = at::empty({pair_projection_parts(call), call.heads, call.channels + 1}, grad.options().dtype(at::kFloat));
