@@ -58,11 +58,13 @@ bool are_places_alone(const score_mod::Graph& graph) {
 
 // Hopper forward: whether exponentials are relative to the first maximum of a row. BFloat16 does not overflow where
 // Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by lines alone or
-// boxes alone: a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
+// boxes alone, by both in tiles of four warpgroups: a bias that grows with the key, such as ALiBi's, would have each
+// tile computed twice.
 bool first_maximum(const FlexCase& c, const FlexTile& t) {
   const auto reads_alone = [&] {
     if (c.score_mod.text.empty() || c.blocks || c.dropout) return false;
-    if (t.hopper().line_bytes > 0 ? reads_pairs(c.score_mod) : !t.boxes) return false;
+    if (!t.boxes && (t.hopper().line_bytes == 0 || reads_pairs(c.score_mod))) return false;
+    if (t.boxes && t.hopper().line_bytes > 0 && t.rows < 256) return false;
     return are_places_alone(*score_mod::cached_graph(c.score_mod.text));
   };
   return ((c.unscaled && masks_alone(c)) || reads_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
@@ -94,11 +96,12 @@ int keys_of_three(const FlexCase& c) {
   return bytes == 4 ? 96 : head > 48 ? 0 : 128;
 }
 
-// All that pairs read comes by TMA: a warp that copies would need registers that four warpgroups have not left.
+// All that pairs read by themselves comes by TMA: warps that copy would need registers that four warpgroups have not
+// left. Those that bring lines do with few.
 bool has_tile_of_four(const FlexCase& c) {
   if (c.kernel != FlexKernel::kForward || c.dtype == DType::kFloat32) return false;
   if (std::max(head_cols(c), value_cols(c)) > 32 || c.blocks || c.dropout || c.max_scores || c.key_splits) return false;
-  if (!has_hopper_boxes(c) || line_bytes(c) > 0) return false;
+  if (!has_hopper_boxes(c)) return false;
   const auto loads = score_mod::pair_reads(*score_mod::cached_graph(c.score_mod.text));
   return static_cast<int>(loads.size()) == box_maps(c, {256, 64, 0, 1, false, HopperTile{}});
 }

@@ -64,9 +64,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     kTurn = 1,                        // whose turn it is to issue products
     kAlone = kTurn + Config::kGroups  // a warpgroup by itself
   };
-  static constexpr int kProducerRegisters = Reads::kWarps > 1 && (Config::kBoxes || Config::kGroups == 2) ? 56
-                                            : Config::kGroups >= 3                                        ? 32
-                                                                                                          : 40;
+  static constexpr bool kCopies = Reads::kWarps > 1 && (Config::kBoxes || Config::kGroups == 2);
+  static constexpr int kProducerRegisters = kCopies && Config::kGroups < 4 ? 56 : Config::kGroups >= 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
 
  public:
