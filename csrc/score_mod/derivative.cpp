@@ -1,6 +1,7 @@
 #include "score_mod/derivative.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -284,12 +285,17 @@ std::vector<NodeId> with_unit_gradient(const Graph& derivative, Graph& graph) {
 }  // namespace
 
 bool passes_gradient(const Graph& derivative) {
-  const auto is_grad = [&](NodeId id) {
-    return derivative[id].op == Op::kInput && static_cast<Input>(derivative[id].payload) == Input::kGrad;
+  const auto is_zero = [&](NodeId id) { return derivative.is_constant(id) && derivative.value(id).f == 0.0; };
+  const std::function<bool(NodeId)> passes = [&](NodeId id) {
+    const Node& node = derivative[id];
+    if (node.op == Op::kInput) return static_cast<Input>(node.payload) == Input::kGrad;
+    if (node.op != Op::kWhere) return false;
+    return std::all_of(node.operands.begin() + 1, node.operands.end(),
+                       [&](NodeId branch) { return is_zero(branch) || passes(branch); });
   };
   const auto& contributions = derivative.contributions();
-  return is_grad(derivative.result()) && std::all_of(contributions.begin(), contributions.end(), [&](const auto& c) {
-           return is_grad(c.value) && derivative.open_axes(c) == 0;
+  return passes(derivative.result()) && std::all_of(contributions.begin(), contributions.end(), [&](const auto& c) {
+           return passes(c.value) && derivative.open_axes(c) == 0;
          });
 }
 

@@ -15,7 +15,8 @@ namespace fusegrad::score_mod {
 /// not multiplied by it: no NaN or infinity comes out of it.
 Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad);
 
-/// Whether the result of such a graph and each of its contributions is `grad` itself, as of a bias that is added.
+/// Whether the result of such a graph and each of its contributions is `grad` itself, or by conditions `grad` or 0: as
+/// of a bias that is added, where a mask is true.
 bool passes_gradient(const Graph& derivative);
 
 /// A graph of Kind::kTangent with the input `grad`, the tangent of `score`: its result is the tangent of the
