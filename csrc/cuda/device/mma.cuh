@@ -23,13 +23,13 @@ constexpr bool kSame<A, A> = true;
 
 // --- copies -------------------------------------------------------------------------------------------------
 
-/// 16 bytes, or zeros where not `there`; the source is not read then.
-__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-/// The first `bytes` of 16, and zeros behind them.
+/// The first `bytes` of 16, and zeros behind them; without any the source is not read.
 __device__ __forceinline__ void copy_async_some(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+/// 16 bytes, or zeros where not `there`.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
+  copy_async_some(to, from, there ? 16 : 0);
 }
 /// 8 bytes, or zeros.
 __device__ __forceinline__ void copy_async_pair(unsigned to, const void* from, bool there) {
@@ -97,6 +97,11 @@ struct Tile {
 
 // --- fragments ----------------------------------------------------------------------------------------------
 
+/// Called by all lanes of a warp: a block of 8 x 8 elements of 16 bits, two of which are a lane's word, transposed.
+__device__ __forceinline__ unsigned transposed(unsigned word) {
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
+  return word;
+}
 /// Where byte `byte` of a row of a tile lies, of rows that are `stride` bytes apart. SwizzledRows (hopper.cuh) can take
 /// the place of a stride.
 __device__ __forceinline__ constexpr int place_in(int stride, int row, int byte) { return row * stride + byte; }

@@ -188,9 +188,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if (now.b != b || now.h != h || (kSeamless && now.first())) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         col_ = now.col();
-        sums_.begin_head();
         b = now.b;
         h = now.h;
+        Tiles::begin_head(b, h);
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       if constexpr (kOverlapped) {

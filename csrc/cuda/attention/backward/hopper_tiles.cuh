@@ -426,6 +426,8 @@ class FlexBackwardHopperTiles {
   static constexpr bool kTouches = (ScoreMod::kTouchesDiagonals && !kLines) || kTouchesPairs;
   // Where reads cost little, what a mask adds to each pair is a fifth of its instructions.
   static constexpr bool kUnmasked = kUnmaskedToo<Config> || ((kBoxes || kLines) && !kHas<MaskMod>);
+  // Keys stay the same from tile to tile, and so do masks of them.
+  static constexpr bool kTellsMasks = kUnmasked && has_masks<ScoreMod>() && masks_are_by_key<ScoreMod>();
   // Blocks of eight queries that are computed together where registers are left.
   static constexpr int kBlocksHeld = kBoxes && Config::kHead <= 64 ? 4 : kBoxes || kLines ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
@@ -498,6 +500,19 @@ class FlexBackwardHopperTiles {
   }
   // --- pairs ---
 
+  /// A head of batch b begins, or other keys. All warps take the same way through pairs: two ways at a time would not
+  /// fit the cache of instructions.
+  __device__ __forceinline__ void begin_head(int b, int h) {
+    sums_.begin_head();
+    if constexpr (kTellsMasks) {
+      bool all = true;
+#pragma unroll
+      for (int i = 0; i < Config::kCols; i += kLanes) {
+        all = all && masks_are_true<ScoreMod>(score_, b, h, col_ + i + lane());
+      }
+      true_ = __all_sync(~0u, all);
+    }
+  }
   /// Whether some pairs of a tile may not take part.
   __device__ __forceinline__ bool masked(const Place& place) const {
     return place.kinds() != kTileFull || at_edge(place);
@@ -566,20 +581,22 @@ class FlexBackwardHopperTiles {
       each_pair<true, true>(place, i, alive(place, masked), s, d, p, ds);
     } else if (!kUnmasked || masked) {
       each_pair<true, false>(place, i, alive(place, masked), s, d, p, ds);
+    } else if (kTellsMasks && true_) {
+      each_pair<false, false, kTellsMasks>(place, i, 0, s, d, p, ds);
     } else {
       each_pair<false, false>(place, i, 0, s, d, p, ds);
     }
     if constexpr (kBoxes) release(boxes_empty(box_stage_of(i)));
     sums_.end_tile(i & 1);
   }
-  template <bool kMasked, bool kFar>
+  template <bool kMasked, bool kFar, bool kTrue = false>
   __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
                                             float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
-    const auto reads = this->reads();
+    const auto reads = true_reads<ScoreMod, kTrue>(this->reads());
     const unsigned boxes = kBoxes ? this->boxes(box_stage_of(i)) : 0;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
@@ -631,7 +648,8 @@ class FlexBackwardHopperTiles {
   Sums sums_;
   FlexDropoutHead<Config> dropout_;
   FlexKept<true, kWords> kept_;
-  int head_ = -1;  // of dropout_
+  int head_ = -1;      // of dropout_
+  bool true_ = false;  // whether masks are true for all keys of the tile
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
   bool counted_ = false;     // of the producer, in order: further keys come from the counter

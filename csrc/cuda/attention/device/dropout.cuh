@@ -22,6 +22,7 @@
 #pragma once
 
 #include "cuda/attention/device/arguments.cuh"
+#include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
 
@@ -103,11 +104,7 @@ struct FlexKept {
     unsigned word = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) word |= (blocks[i] >> 2 * part & 0x03030303) << 2 * i;
-    return transposed(word);
-  }
-  static __device__ __forceinline__ unsigned transposed(unsigned word) {
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
-    return word;
+    return device::transposed(word);
   }
 
   unsigned word[kWords];
@@ -181,7 +178,7 @@ class FlexDropoutHead {
   }
   /// Those of 16 queries from q on and 16 keys from kv on, keys as rows. Called by all lanes of a warp.
   __device__ __forceinline__ FlexKept<true> key_rows(const FlexDropout& dropout, int q, int kv, int lane) const {
-    return {{FlexKept<true>::transposed(block(dropout, q, kv, lane) >> kv % 64 / 8 & 0x03030303)}};
+    return {{device::transposed(block(dropout, q, kv, lane) >> kv % 64 / 8 & 0x03030303)}};
   }
 
  private:
