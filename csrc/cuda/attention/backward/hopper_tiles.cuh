@@ -500,18 +500,22 @@ class FlexBackwardHopperTiles {
   }
   // --- pairs ---
 
-  /// A head of batch b begins, or other keys. All warps take the same way through pairs: two ways at a time would not
-  /// fit the cache of instructions.
-  __device__ __forceinline__ void begin_head(int b, int h) {
-    sums_.begin_head();
+  /// Whether masks are true for the lane's share of a tile's keys. All warps ask for all keys and so take the same way
+  /// through pairs: two ways at a time would not fit the cache of instructions.
+  __device__ __forceinline__ bool tell_masks(const Place& place) const {
+    bool all = true;
     if constexpr (kTellsMasks) {
-      bool all = true;
 #pragma unroll
       for (int i = 0; i < Config::kCols; i += kLanes) {
-        all = all && masks_are_true<ScoreMod>(score_, b, h, col_ + i + lane());
+        all &= masks_are_true<ScoreMod>(score_, place.b, place.h, place.col() + i + lane());
       }
-      true_ = __all_sync(~0u, all);
     }
+    return all;
+  }
+  /// A head begins, or other keys. `told`: by tell_masks, a while before.
+  __device__ __forceinline__ void begin_head(bool told) {
+    sums_.begin_head();
+    if constexpr (kTellsMasks) true_ = __all_sync(~0u, told);
   }
   /// Whether some pairs of a tile may not take part.
   __device__ __forceinline__ bool masked(const Place& place) const {

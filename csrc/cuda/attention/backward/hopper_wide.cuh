@@ -81,7 +81,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         if (h >= 0) sums_.end_head(b, h, first_key());
         b = now.b;
         h = now.h;
-        Tiles::begin_head(b, h);
+        Tiles::begin_head(Tiles::tell_masks(now));
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       if constexpr (kLines) meet();

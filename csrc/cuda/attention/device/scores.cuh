@@ -83,7 +83,7 @@ template <class Mod, int k = 0>
 __device__ __forceinline__ bool masks_are_true(const typename Mod::Captured& captured, int b, int h, int kv) {
   if constexpr (k < Mod::kLineCount) {
     const bool others = masks_are_true<Mod, k + 1>(captured, b, h, kv);
-    if constexpr (kIsMask<Mod, k>) return others && Mod::template line<k>(captured, b, h, 0, kv, true);
+    if constexpr (kIsMask<Mod, k>) return others & Mod::template line<k>(captured, b, h, 0, kv, true);
     return others;
   } else {
     return true;
