@@ -186,6 +186,31 @@ def test_heads_of_which_some_have_far_rows(padded: bool, sizes: tuple[int, int],
         assert_as_good_as_eager(x, eager, truth, f"{name} of {sizes}", least=least)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("each_flex_device")
+def test_maxima_alone_of_far_rows(dtype: torch.dtype) -> None:
+    """A far row whose output and lse reach no loss counts as one without keys, but not if its maximum does."""
+    for b, n in ((2, 70), (9, 64)):
+        query, key, value = inputs(b, 2, n, n, 32, 32, 2)
+        table, grad = captured("hmn", 2, n, n), torch.randn(b, 2, n)
+        c = torch.where(torch.arange(n) % 3 > 0, -1e5, 0.0)
+
+        def plain(to: torch.dtype, query=query, key=key, table=table, grad=grad, c=c) -> list[Tensor]:
+            q, k, t = [leaf(x.to(dtype), to) for x in (query, key)] + [leaf(table, torch.promote_types(to, c.dtype))]
+            score = shifted((q.to(t.dtype) @ k.to(t.dtype).mT) + t, c[:, None])
+            return list(torch.autograd.grad(score.amax(-1), (q, k, t), grad.to(t.dtype)))
+
+        q, k, v, t = leaf(query, dtype), leaf(key, dtype), leaf(value, dtype), leaf(table, torch.float32)
+        _, aux = flex_attention(
+            q, k, v, lambda s, b, h, i, j, t=t, c=c: (s + t[h, i, j]) + c[i], scale=1.0,
+            return_aux=AuxRequest(max_scores=True),
+        )  # fmt: skip
+        found = torch.autograd.grad(aux.max_scores, (q, k, t), grad)
+        least = 2**-20 if dtype == torch.float32 else 0.0
+        for name, x, eager, truth in zip("qkt", found, plain(dtype), plain(torch.float64), strict=True):
+            assert_as_good_as_eager(x, eager, truth, f"{name} of {b} {n}", least=least)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("each_flex_device")
 def test_scores_that_are_far_by_themselves(dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
-  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::begin_head, Tiles::draw, Tiles::drop_operand, Tiles::first_key, Tiles::masked,
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::first_key, Tiles::masked,
       Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
@@ -51,10 +51,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::kRowBytes,
       Tiles::key_empty, Tiles::key_gradients, Tiles::key_gradients_empty, Tiles::value_empty;
-  using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kTellsMasks, Tiles::kThreads, Tiles::lane, Tiles::load,
+  using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load,
       Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
-  using Tiles::sums_, Tiles::tell_masks, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
+  using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
   using Tiles::warp;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // A product of dQ is transposed: 64 columns of the head, a chunk. The first warpgroup makes one more than the second
@@ -180,22 +180,17 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     draw(i);
     Place now = place_of(i);
     for (; now.tile >= 0; now = place_of(++i)) {
-      const auto begins = [&] { return now.b != b || now.h != h || (kSeamless && now.first()); };
-      bool told = true;
-      if constexpr (kTellsMasks) {
-        if (begins()) told = tell_masks(now);
-      }
       if constexpr (!kOverlapped) {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
         if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
       }
-      if (begins()) {
+      if (now.b != b || now.h != h || (kSeamless && now.first())) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         col_ = now.col();
+        sums_.begin_head();
         b = now.b;
         h = now.h;
-        begin_head(told);
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       if constexpr (kOverlapped) {

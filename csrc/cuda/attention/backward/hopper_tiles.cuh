@@ -426,8 +426,6 @@ class FlexBackwardHopperTiles {
   static constexpr bool kTouches = (ScoreMod::kTouchesDiagonals && !kLines) || kTouchesPairs;
   // Where reads cost little, what a mask adds to each pair is a fifth of its instructions.
   static constexpr bool kUnmasked = kUnmaskedToo<Config> || ((kBoxes || kLines) && !kHas<MaskMod>);
-  // Keys stay the same from tile to tile, and so do masks of them.
-  static constexpr bool kTellsMasks = kUnmasked && has_masks<ScoreMod>() && masks_are_by_key<ScoreMod>();
   // Blocks of eight queries that are computed together where registers are left.
   static constexpr int kBlocksHeld = kBoxes && Config::kHead <= 64 ? 4 : kBoxes || kLines ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
@@ -500,23 +498,6 @@ class FlexBackwardHopperTiles {
   }
   // --- pairs ---
 
-  /// Whether masks are true for the lane's share of a tile's keys. All warps ask for all keys and so take the same way
-  /// through pairs: two ways at a time would not fit the cache of instructions.
-  __device__ __forceinline__ bool tell_masks(const Place& place) const {
-    bool all = true;
-    if constexpr (kTellsMasks) {
-#pragma unroll
-      for (int i = 0; i < Config::kCols; i += kLanes) {
-        all &= masks_are_true<ScoreMod>(score_, place.b, place.h, place.col() + i + lane());
-      }
-    }
-    return all;
-  }
-  /// A head begins, or other keys. `told`: by tell_masks, a while before.
-  __device__ __forceinline__ void begin_head(bool told) {
-    sums_.begin_head();
-    if constexpr (kTellsMasks) true_ = __all_sync(~0u, told);
-  }
   /// Whether some pairs of a tile may not take part.
   __device__ __forceinline__ bool masked(const Place& place) const {
     return place.kinds() != kTileFull || at_edge(place);
@@ -585,22 +566,20 @@ class FlexBackwardHopperTiles {
       each_pair<true, true>(place, i, alive(place, masked), s, d, p, ds);
     } else if (!kUnmasked || masked) {
       each_pair<true, false>(place, i, alive(place, masked), s, d, p, ds);
-    } else if (kTellsMasks && true_) {
-      each_pair<false, false, kTellsMasks>(place, i, 0, s, d, p, ds);
     } else {
       each_pair<false, false>(place, i, 0, s, d, p, ds);
     }
     if constexpr (kBoxes) release(boxes_empty(box_stage_of(i)));
     sums_.end_tile(i & 1);
   }
-  template <bool kMasked, bool kFar, bool kTrue = false>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
                                             float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
-    const auto reads = true_reads<ScoreMod, kTrue>(this->reads());
+    const auto reads = this->reads();
     const unsigned boxes = kBoxes ? this->boxes(box_stage_of(i)) : 0;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
@@ -652,8 +631,7 @@ class FlexBackwardHopperTiles {
   Sums sums_;
   FlexDropoutHead<Config> dropout_;
   FlexKept<true, kWords> kept_;
-  int head_ = -1;      // of dropout_
-  bool true_ = false;  // whether masks are true for all keys of the tile
+  int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
   bool counted_ = false;     // of the producer, in order: further keys come from the counter

@@ -79,9 +79,9 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       pin<kBlocksN * 4>(d[0]);
       if (now.b != b || now.h != h) {
         if (h >= 0) sums_.end_head(b, h, first_key());
+        sums_.begin_head();
         b = now.b;
         h = now.h;
-        Tiles::begin_head(Tiles::tell_masks(now));
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       if constexpr (kLines) meet();

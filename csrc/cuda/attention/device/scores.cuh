@@ -54,73 +54,10 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
     }
   }
 }
-
-/// What a mod reads by keys, diagonals or queries, its k-th such read.
-template <class Mod, int k>
-using LineElement =
-    decltype(Mod::template line<k>(*static_cast<const typename Mod::Captured*>(nullptr), 0, 0, 0, 0, true));
-template <class Mod, int k>
-constexpr bool kIsMask = kSame<LineElement<Mod, k>, bool>;
-template <class Mod, int k = 0>
-constexpr bool has_masks() {
-  if constexpr (k < Mod::kLineCount) {
-    return kIsMask<Mod, k> || has_masks<Mod, k + 1>();
-  } else {
-    return false;
-  }
-}
-/// Whether all masks that a mod reads so depend on the key alone.
-template <class Mod, int k = 0>
-constexpr bool masks_are_by_key() {
-  if constexpr (k < Mod::kLineCount) {
-    return (!kIsMask<Mod, k> || Mod::kLine[k].by == LineBy::kKey) && masks_are_by_key<Mod, k + 1>();
-  } else {
-    return true;
-  }
-}
-/// Whether those are true for a key.
-template <class Mod, int k = 0>
-__device__ __forceinline__ bool masks_are_true(const typename Mod::Captured& captured, int b, int h, int kv) {
-  if constexpr (k < Mod::kLineCount) {
-    const bool others = masks_are_true<Mod, k + 1>(captured, b, h, kv);
-    if constexpr (kIsMask<Mod, k>) return others & Mod::template line<k>(captured, b, h, 0, kv, true);
-    return others;
-  } else {
-    return true;
-  }
-}
-/// Reads of pairs for which all masks are true: as constants, so that no instruction chooses by them.
-template <class Mod, class Others>
-struct TrueReads {
-  Others others;
-  __device__ __forceinline__ TrueReads at(int q, int kv) const { return {others.at(q, kv)}; }
-  template <int k, class T>
-  __device__ __forceinline__ auto read(const T* p, bool valid) const {
-    if constexpr (kIsMask<Mod, k>) {
-      return true;
-    } else {
-      return others.template read<k>(p, valid);
-    }
-  }
-  template <int k, class T>
-  __device__ __forceinline__ auto pair(const T* p, bool valid) const {
-    return others.template pair<k>(p, valid);
-  }
-};
-/// `reads`, where masks are true if kTrue.
-template <class Mod, bool kTrue, class Others>
-__device__ __forceinline__ auto true_reads(const Others& reads) {
-  if constexpr (kTrue) {
-    return TrueReads<Mod, Others>{reads};
-  } else {
-    return reads;
-  }
-}
-
 /// Lines in shared memory of what mods read for kQueries queries and kKeys keys: one for each read of a score_mod by
 /// keys or diagonals whose index no other read gives, and of a mask_mod by queries too (csrc/score_mod/render_cuda.h).
-/// An element of a line takes one instruction, a read of the tensor eight to ten. kTellsMasks: behind them lies whether
-/// masks are true throughout.
+/// An element of a line takes one instruction, a read of the tensor eight to ten. kTellsMasks: behind the lines lies
+/// whether their masks are true throughout.
 template <class Mod, int kQueries, int kKeys, int kThreads, bool kTellsMasks = false>
 class TileLines {
   using Captured = typename Mod::Captured;
@@ -128,8 +65,9 @@ class TileLines {
     const LineBy of = Mod::kLine[k].by;
     return of == LineBy::kDiagonal ? kQueries + kKeys : of == LineBy::kKey ? kKeys : kQueries;
   }
+  /// The element of line k.
   template <int k>
-  using Element = LineElement<Mod, k>;
+  using Element = decltype(Mod::template line<k>(*static_cast<const Captured*>(nullptr), 0, 0, 0, 0, true));
   /// Words before line k, an even number.
   template <int k, int kBefore = 0>
   static __device__ constexpr int offset(int sum = 0) {
@@ -140,11 +78,21 @@ class TileLines {
     }
   }
   static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
+  template <int k>
+  static constexpr bool kIsMask = kSame<Element<k>, bool>;
+  template <int k = 0>
+  static __device__ constexpr bool has_masks() {
+    if constexpr (k < Mod::kLineCount) {
+      return kIsMask<k> || has_masks<k + 1>();
+    } else {
+      return false;
+    }
+  }
   static constexpr int kLineWords = offset<Mod::kLineCount>(), kWarps = kThreads / kLanes;
 
  public:
   /// Whether true_throughout() may be asked.
-  static constexpr bool kMasks = kTellsMasks && has_masks<Mod>();
+  static constexpr bool kMasks = kTellsMasks && has_masks();
   static constexpr int kWords = kLineWords + (kMasks ? (kWarps + 1) / 2 * 2 : 0);
   /// For a score_mod: whether there are lines for all reads by keys or diagonals.
   static __device__ constexpr bool all() { return Mod::kLineCount > 0 && !Mod::kTouchesBesides; }
@@ -174,7 +122,7 @@ class TileLines {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
       if (places % kThreads != 0 && at >= places) return;
-      if constexpr (kMasks && kIsMask<Mod, k>) all_true = all_true && ahead_[k][i] != 0;
+      if constexpr (kMasks && kIsMask<k>) all_true = all_true && ahead_[k][i] != 0;
       if constexpr (Mod::kLine[k].words == 2) {
         asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
       } else {
@@ -192,7 +140,7 @@ class TileLines {
       }
     }
   }
-  /// Whether masks are true for all of the tile's keys and diagonals.
+  /// Whether masks are true for all keys.
   static __device__ __forceinline__ bool true_throughout(unsigned lines) {
     bool all = true;
 #pragma unroll
@@ -200,17 +148,18 @@ class TileLines {
     return all;
   }
 
-  /// The reads of a pair so many queries and keys from the first ones.
-  struct Reads {
+  /// The reads of a pair so many queries and keys from the first ones. kTrue: masks are true throughout, and constants.
+  template <bool kTrue>
+  struct ReadsOf {
     unsigned lines, of_query, of_key, of_diagonal;
-    __device__ __forceinline__ Reads(unsigned lines, int q, int kv)
+    __device__ __forceinline__ ReadsOf(unsigned lines, int q, int kv)
         : lines(lines), of_query(lines + q * 4), of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
       // Else they would be computed anew for each pair.
       asm volatile("" : "+r"(of_key), "+r"(of_diagonal));
     }
     /// Those of the pair so many queries and keys on.
-    __device__ __forceinline__ Reads at(int q, int kv) const {
-      Reads result = *this;
+    __device__ __forceinline__ ReadsOf at(int q, int kv) const {
+      ReadsOf result = *this;
       result.of_query += q * 4;
       result.of_key += kv * 4;
       result.of_diagonal += (q - kv) * 4;
@@ -218,6 +167,7 @@ class TileLines {
     }
     template <int k, class T>
     __device__ __forceinline__ Element<k> read(const T*, bool) const {
+      if constexpr (kTrue && kIsMask<k>) return true;
       const unsigned from = Mod::kLine[k].by == LineBy::kDiagonal ? of_diagonal
                             : Mod::kLine[k].by == LineBy::kKey    ? of_key
                                                                   : of_query;
@@ -234,6 +184,7 @@ class TileLines {
       return score_mod::read_if<Mod::kUnread>(p, there);
     }
   };
+  using Reads = ReadsOf<false>;
 
  private:
   template <int kValue>

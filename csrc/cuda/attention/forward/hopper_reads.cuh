@@ -93,12 +93,13 @@ class FlexForwardReads {
   template <bool kTrue = false>
   static __device__ __forceinline__ auto score_lines(unsigned stage, int q, int kv) {
     if constexpr (kScoreLines) {
-      return true_reads<ScoreMod, kTrue>(typename ScoreLines::Reads(stage + Boxes::kBytes + kMaskLineBytes, q, kv));
+      return typename ScoreLines::template ReadsOf<kTrue>(stage + Boxes::kBytes + kMaskLineBytes, q, kv);
     } else {
       return score_mod::ReadThere<ScoreMod::kUnread>();
     }
   }
-  /// Whether the masks that a score_mod reads are true in all of the tile: then for score_lines<true>.
+  /// Whether the masks that a score_mod reads by keys are true in all of the tile: reads of them are constants then
+  /// (score_lines<true>), and instructions that choose by them none.
   static __device__ __forceinline__ bool true_throughout(unsigned stage) {
     return ScoreLines::true_throughout(stage + Boxes::kBytes + kMaskLineBytes);
   }

@@ -220,7 +220,7 @@ class FlexGradBuffersHopper {
   template <bool kTrue>
   __device__ __forceinline__ auto line_reads(int s) const {
     if constexpr (kLines) {
-      return true_reads<ScoreMod, kTrue>(typename Lines::Reads(piece(kMemory.lines, s), first_row(), lane() % 4 * 2));
+      return typename Lines::template ReadsOf<kTrue>(piece(kMemory.lines, s), first_row(), lane() % 4 * 2);
     } else {
       return score_mod::ReadThere<ScoreMod::kUnread>();
     }
