@@ -10,8 +10,7 @@ small that its time is the host's.
 
     python benchmarks/folding.py [--device cpu] [--rows triangle] [--peers none] [--output FOLDER]
 
-Peers: `pip install cuequivariance-torch cuequivariance-ops-torch-cu13 trifast`; the trunk: `pip install --no-deps boltz
-einops`.
+Peers: those that `make bench` installs; the trunk: `pip install --no-deps boltz einops`.
 """
 
 from __future__ import annotations

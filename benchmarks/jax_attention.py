@@ -8,8 +8,7 @@ float32.
 
     python benchmarks/jax_attention.py [--device cpu] [--rows triangle] [--peers none] [--output FOLDER]
 
-Peers: XLA and cuDNN by jax.nn.dot_product_attention; `pip install tokamax`, `pip install cuequivariance-jax
-cuequivariance-ops-jax-cu13`.
+Peers: XLA and cuDNN by jax.nn.dot_product_attention, and those that `make bench` installs.
 """
 
 from __future__ import annotations
