@@ -36,6 +36,11 @@ Type type_of(DType dtype) {
   return dtype <= DType::kFloat16 ? Type::kFloat : Type::kInt;
 }
 
+int element_bytes(DType dtype) {
+  constexpr int kBytes[] = {8, 4, 2, 2, 8, 4, 2, 1, 1, 1};
+  return kBytes[static_cast<int>(dtype)];
+}
+
 Interval interval_of(DType dtype) {
   switch (dtype) {
     case DType::kInt32:

@@ -12,6 +12,8 @@ enum class DType : uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kI
 
 /// The declared type of a buffer that holds such numbers.
 Type type_of(DType dtype);
+/// Bytes of one.
+int element_bytes(DType dtype);
 
 /// A captured tensor; sizes and strides in elements, as many as its rank. A negative index counts from the end, as in
 /// Python, whether it is a literal or computed. Out of range: see docs/design/score_mod.md.

@@ -12,7 +12,7 @@
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/tiles.h"
 #include "score_mod/cache.h"
-#include "score_mod/render_cuda.h"
+#include "score_mod/pair_reads.h"
 
 namespace fusegrad::cuda {
 namespace planner {

@@ -9,7 +9,7 @@
 #include "cuda/attention/plan/steps.h"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
-#include "score_mod/render_cuda.h"
+#include "score_mod/pair_reads.h"
 
 namespace fusegrad::cuda {
 
@@ -143,8 +143,7 @@ std::vector<int> ordered_places(const CallPlan& plan, const Gpu& gpu) {
   if (plan.score_mod == nullptr || !is_short(plan.common, gpu)) return {};
   std::vector<int> bytes(plan.places.size(), 0);
   for (size_t i = 0; i < bytes.size(); ++i) {
-    if (plan.places[i] && in_tiles(*plan.score_mod, i))
-      bytes[i] = static_cast<int>(element_bytes(plan.places[i]->dtype));
+    if (plan.places[i] && in_tiles(*plan.score_mod, i)) bytes[i] = element_bytes(plan.places[i]->dtype);
   }
   return std::any_of(bytes.begin(), bytes.end(), [](int n) { return n > 0; }) ? bytes : std::vector<int>{};
 }

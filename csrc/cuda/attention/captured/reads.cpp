@@ -6,7 +6,7 @@
 #include "cuda/attention/device/shared_memory.cuh"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
-#include "score_mod/render_cuda.h"
+#include "score_mod/pair_reads.h"
 
 namespace fusegrad::cuda::planner {
 

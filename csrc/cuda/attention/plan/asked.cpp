@@ -86,23 +86,6 @@ bool has_aligned_rows(const TensorView& t) {
          t.sizes[3] % vector == 0;
 }
 
-int64_t element_bytes(score_mod::DType dtype) {
-  switch (dtype) {
-    case score_mod::DType::kFloat64:
-    case score_mod::DType::kInt64:
-      return 8;
-    case score_mod::DType::kFloat32:
-    case score_mod::DType::kInt32:
-      return 4;
-    case score_mod::DType::kBFloat16:
-    case score_mod::DType::kFloat16:
-    case score_mod::DType::kInt16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 int64_t elements_of(const AskedBuffer& buffer) {
   return std::accumulate(buffer.sizes.begin(), buffer.sizes.end(), int64_t{1}, std::multiplies<>());
 }

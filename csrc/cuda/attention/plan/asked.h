@@ -98,7 +98,6 @@ Asked backward_after(const Asked& forward, const FlexForwardCall& call);
 
 /// Whether kernels read and store a tensor's rows, 16 bytes at a time.
 bool has_aligned_rows(const TensorView& t);
-int64_t element_bytes(score_mod::DType dtype);
 int64_t elements_of(const AskedBuffer& buffer);
 
 }  // namespace fusegrad::cuda

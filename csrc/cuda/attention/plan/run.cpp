@@ -8,6 +8,7 @@
 #include "cuda/attention/captured/places.h"
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/steps.h"
+#include "score_mod/pair_reads.h"
 #include "score_mod/render_cuda.h"
 
 namespace fusegrad::cuda {
@@ -111,9 +112,8 @@ void PlanRun::copy_places() const {
     if (!plan_.places[i]) continue;
     const score_mod::Buffer& from = of_.score_mod.buffers[i];
     const auto& [dtype, most, order] = *plan_.places[i];
-    FlexPlaces& copy =
-        copies.emplace_back(from.data, at(plan_.buffers[i]), from.dtype, static_cast<int>(element_bytes(dtype)), most,
-                            order, static_cast<int>(from.sizes.size()));
+    FlexPlaces& copy = copies.emplace_back(from.data, at(plan_.buffers[i]), from.dtype, element_bytes(dtype), most,
+                                           order, static_cast<int>(from.sizes.size()));
     for (size_t d = 0; d < from.sizes.size(); ++d) {
       copy.to_strides[d] = plan_.box_strides[i][d];
       copy.from_strides[d] = from.strides[d];

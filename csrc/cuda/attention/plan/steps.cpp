@@ -11,6 +11,7 @@
 #include "cuda/attention/captured/copy_rows.h"
 #include "score_mod/cache.h"
 #include "score_mod/evaluate_cpu.h"
+#include "score_mod/pair_reads.h"
 #include "score_mod/render_cuda.h"
 
 namespace fusegrad::cuda {
