@@ -57,6 +57,24 @@ TEST(Curvature, IsTheDerivativeOfTheDerivative) {
                GraphError);
 }
 
+TEST(Derivative, PassesTheGradientOrZero) {
+  const auto passes = [](const std::string& body) {
+    return passes_gradient(differentiate(
+        parse("score_mod 1\nbuffer @0 f 1\nbuffer @1 bool 1\n%0 = load @0 kv_idx\n%1 = load @1 kv_idx\n" + body),
+        {true, false}));
+  };
+  const std::string sum = "%2 = add score %0\n";
+  EXPECT_TRUE(passes(sum + "return %2\n"));
+  EXPECT_TRUE(passes(sum + "%3 = where %1 %2 -1e9\nreturn %3\n"));
+  EXPECT_TRUE(passes(sum + "%3 = where %1 -inf %2\nreturn %3\n"));
+  EXPECT_TRUE(passes(sum + "%3 = gt score 0.0\n%4 = where %3 %2 0.0\n%5 = where %1 %4 -inf\nreturn %5\n"));
+  EXPECT_FALSE(passes("%2 = mul score %0\nreturn %2\n"));
+  EXPECT_FALSE(passes(sum + "%3 = mul %2 2.0\n%4 = where %1 %3 -inf\nreturn %4\n"));
+  EXPECT_FALSE(passes(sum + "%3 = where %1 %2 %0\n%4 = tanh %3\nreturn %4\n"));
+  // The contribution alone has a factor.
+  EXPECT_FALSE(passes("%2 = mul %0 3.0\n%3 = add score %2\nreturn %3\n"));
+}
+
 TEST(Derivative, OnlyWantedBuffersContribute) {
   const std::string text =
       "score_mod 1\nbuffer @0 f 1\nbuffer @1 f 1\n%0 = load @0 h\n%1 = load @1 b\n%2 = mul %0 %1\n%3 = add score %2\n"
