@@ -121,13 +121,11 @@ std::string file_stem(const Program& program, const Digest& key) {
   return program.name + "-sm_" + program.architecture + "-" + hex(key).substr(0, 16);
 }
 
-// The source with its headers, and how to compile it by hand.
+// The source with its headers, and NVRTC's flags. nvcc refuses it: static arrays are not in its device code.
 std::string whole_source(const Program& program) {
-  std::string text = "// " + program.name + ". By hand: nvcc --cubin --x=cu";
-  for (const std::string& flag : all_flags(program)) {
-    if (!is_nvrtc_flag(flag)) text += " " + flag;
-  }
-  text += " FILE\n";
+  std::string text = "// " + program.name + ", by NVRTC with";
+  for (const std::string& flag : all_flags(program)) text += " " + flag;
+  text += "\n";
   for (size_t at = 0; at < program.score_mod.size();) {
     const size_t end = std::min(program.score_mod.find('\n', at), program.score_mod.size());
     text += "//   " + program.score_mod.substr(at, end - at) + "\n";

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <iterator>
 #include <sstream>
 
 #include "common/error.h"
@@ -44,11 +43,6 @@ void check(const Program& program) {
                  ": the architecture must be one such as '80' or '90a', but got '", program.architecture, "'");
   FUSEGRAD_CHECK(ValueError, program.source.find('\0') == std::string::npos, "jit: ", program.name,
                  ": the source must not hold a null character");
-}
-
-bool is_nvrtc_flag(std::string_view flag) {
-  return std::any_of(std::begin(kNvrtcFlags), std::end(kNvrtcFlags),
-                     [&](const NvrtcFlag& known) { return known.text == flag; });
 }
 
 std::vector<std::string> all_flags(const Program& program) {

@@ -26,9 +26,6 @@ void check(const Program& program);
 /// What every kernel is compiled with, the program's own flags, and those of FUSEGRAD_JIT_FLAGS. Loads NVRTC.
 std::vector<std::string> all_flags(const Program& program);
 
-/// Whether nvcc has no such flag, of those that every kernel is compiled with.
-bool is_nvrtc_flag(std::string_view flag);
-
 /// Names the cubin: over library, NVRTC, architecture, flags, headers, source. Loads NVRTC.
 Digest cache_key(const Program& program);
 

@@ -164,6 +164,10 @@ TEST_F(Jit, Dump) {
   ASSERT_EQ(found.size(), 3u);
   EXPECT_EQ(found[".cubin"], *cubin);
   EXPECT_NE(found[".cu"].find(program().source), std::string::npos);
+  EXPECT_EQ(found[".cu"].find("// " + program().name + ", by NVRTC with --gpu-architecture="), 0u);
+  Program again = program();
+  again.source = found[".cu"];
+  EXPECT_FALSE(compile_uncached(again).cubin.empty());
   EXPECT_NE(found[".log"].find("registers"), std::string::npos);
   ::setenv("FUSEGRAD_JIT_DUMP", "/dev/null/x", 1);
   EXPECT_NE(message_of([] { compile(program(2)); }).find("FUSEGRAD_JIT_DUMP must name a folder that can be written"),
