@@ -125,7 +125,7 @@ std::string file_stem(const Program& program, const Digest& key) {
 std::string whole_source(const Program& program) {
   std::string text = "// " + program.name + ", by NVRTC with";
   for (const std::string& flag : all_flags(program)) text += " " + flag;
-  text += "\n";
+  text += '\n';
   for (size_t at = 0; at < program.score_mod.size();) {
     const size_t end = std::min(program.score_mod.find('\n', at), program.score_mod.size());
     text += "//   " + program.score_mod.substr(at, end - at) + "\n";
