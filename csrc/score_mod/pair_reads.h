@@ -1,4 +1,4 @@
-// What a score_mod reads of each pair by itself, and how that lies in memory.
+// What a score_mod reads of each pair by itself (pair_reads, index_analysis.h), and how that lies in memory.
 #pragma once
 
 #include <cstdint>

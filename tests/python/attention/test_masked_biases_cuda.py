@@ -29,7 +29,7 @@ def test_against_a_formula(
     size: int, lengths: tuple[int, int], growth: float, masked: float, requires_grad: bool, padded: bool
 ) -> None:
     """padded: nothing of some queries reaches a loss, among them all that see no key."""
-    # At 32, heads for as many multiprocessors: the forward's tallest tiles.
+    # With a size of 32 there is a head for each multiprocessor: the forward takes its tallest tiles.
     h, (m, n) = 4, lengths
     b = torch.cuda.get_device_properties().multi_processor_count // h if size == 32 else 6
     bias = torch.randn(h, m, n)
