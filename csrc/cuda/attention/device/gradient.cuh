@@ -39,7 +39,8 @@ struct FlexPairGradient {
     } else if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);
     } else if constexpr (kHas<ScoreMod>) {
-      p = power_of_two(changed * kLog2E - lse);
+      // Left to compilers the product would go into what a mask chooses between, where it is not fused.
+      p = power_of_two(fmaf(changed, kLog2E, -lse));
     } else {
       p = power_of_two(score * (scale * kLog2E) - lse);
     }

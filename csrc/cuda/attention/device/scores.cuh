@@ -57,7 +57,7 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
 /// Lines in shared memory of what mods read for kQueries queries and kKeys keys: one for each read of a score_mod by
 /// keys or diagonals whose index no other read gives, and of a mask_mod by queries too (csrc/score_mod/render_cuda.h).
 /// An element of a line takes one instruction, a read of the tensor eight to ten. kTellsMasks: behind the lines lies
-/// whether their masks are true throughout.
+/// of every 32 keys whether all masks by keys are true.
 template <class Mod, int kQueries, int kKeys, int kThreads, bool kTellsMasks = false>
 class TileLines {
   using Captured = typename Mod::Captured;
@@ -80,20 +80,22 @@ class TileLines {
   static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
   template <int k>
   static constexpr bool kIsMask = kSame<Element<k>, bool>;
+  /// Whether there are masks, and all of them are by keys.
   template <int k = 0>
-  static __device__ constexpr bool has_masks() {
+  static __device__ constexpr bool has_masks(bool any = false) {
     if constexpr (k < Mod::kLineCount) {
-      return kIsMask<k> || has_masks<k + 1>();
+      return kIsMask<k> && Mod::kLine[k].by != LineBy::kKey ? false : has_masks<k + 1>(any || kIsMask<k>);
     } else {
-      return false;
+      return any;
     }
   }
-  static constexpr int kLineWords = offset<Mod::kLineCount>(), kWarps = kThreads / kLanes;
+  static constexpr int kLineWords = offset<Mod::kLineCount>(), kWarps = kThreads / kLanes, kGroups = kKeys / kLanes;
 
  public:
-  /// Whether true_throughout() may be asked.
+  /// Whether are_true() may be asked.
   static constexpr bool kMasks = kTellsMasks && has_masks();
-  static constexpr int kWords = kLineWords + (kMasks ? (kWarps + 1) / 2 * 2 : 0);
+  static_assert(!kMasks || kKeys % kLanes == 0);
+  static constexpr int kWords = kLineWords + (kMasks ? (kGroups + 1) / 2 * 2 : 0);
   /// For a score_mod: whether there are lines for all reads by keys or diagonals.
   static __device__ constexpr bool all() { return Mod::kLineCount > 0 && !Mod::kTouchesBesides; }
 
@@ -117,12 +119,14 @@ class TileLines {
     });
   }
   __device__ __forceinline__ void store(unsigned lines, int thread) const {
-    bool all_true = true;
+    bool all_true[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) all_true[i] = true;
     for_each_line([&](auto line, int i, int places) {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
       if (places % kThreads != 0 && at >= places) return;
-      if constexpr (kMasks && kIsMask<k>) all_true = all_true && ahead_[k][i] != 0;
+      if constexpr (kMasks && kIsMask<k>) all_true[i] = all_true[i] && ahead_[k][i] != 0;
       if constexpr (Mod::kLine[k].words == 2) {
         asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
       } else {
@@ -132,23 +136,29 @@ class TileLines {
       }
     });
     if constexpr (kMasks) {
-      all_true = __all_sync(~0u, all_true);
-      if (thread % kLanes == 0) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (kLineWords + thread / kLanes) * 4),
-                     "r"(static_cast<int>(all_true))
-                     : "memory");
+#pragma unroll
+      for (int i = 0; i * kWarps < kGroups; ++i) {
+        const int group = i * kWarps + thread / kLanes;
+        const bool all = __all_sync(~0u, all_true[i]);
+        if (thread % kLanes == 0 && group < kGroups) {
+          asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (kLineWords + group) * 4), "r"(static_cast<int>(all))
+                       : "memory");
+        }
       }
     }
   }
-  /// Whether masks are true for all keys.
-  static __device__ __forceinline__ bool true_throughout(unsigned lines) {
+  /// Whether masks are true for so many keys from kFirst on.
+  template <int kFirst = 0, int kCount = kKeys>
+  static __device__ __forceinline__ bool are_true(unsigned lines) {
+    static_assert(kFirst % kLanes == 0 && kCount % kLanes == 0);
     bool all = true;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) all = all && load_word(lines + (kLineWords + warp) * 4) != 0;
+    for (int group = kFirst / kLanes; group < (kFirst + kCount) / kLanes; ++group)
+      all = all && load_word(lines + (kLineWords + group) * 4) != 0;
     return all;
   }
 
-  /// The reads of a pair so many queries and keys from the first ones. kTrue: masks are true throughout, and constants.
+  /// The reads of a pair so many queries and keys from the first ones. kTrue: masks are true, and constants.
   template <bool kTrue>
   struct ReadsOf {
     unsigned lines, of_query, of_key, of_diagonal;

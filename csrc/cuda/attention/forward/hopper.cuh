@@ -415,7 +415,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
   __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv, unsigned reads) const {
     if constexpr (Reads::kScoreMasks) {
-      if (Reads::true_throughout(reads)) return change_by<true>(s, q, kv, reads);
+      if (Reads::are_masks_true(reads)) return change_by<true>(s, q, kv, reads);
     }
     change_by<false>(s, q, kv, reads);
   }

@@ -52,7 +52,7 @@ class FlexForwardReads {
   static constexpr bool kUsed = kLines || Boxes::kBytes > 0;
   /// Whether a score_mod reads of each pair by itself nothing but boxes.
   static constexpr bool kBoxesAlone = Config::kBoxes && Boxes::all();
-  /// Whether true_throughout() may be asked.
+  /// Whether are_masks_true() may be asked.
   static constexpr bool kScoreMasks = kScoreLines && ScoreLines::kMasks;
   /// Warps that bring a stage, and arrivals at its barrier.
   static constexpr int kWarps = !kUsed ? 0 : kLines || Boxes::kCopies ? kThreads / kLanes : 1;
@@ -100,8 +100,8 @@ class FlexForwardReads {
   }
   /// Whether the masks that a score_mod reads by keys are true in all of the tile: reads of them are constants then
   /// (score_lines<true>), and instructions that choose by them none.
-  static __device__ __forceinline__ bool true_throughout(unsigned stage) {
-    return ScoreLines::true_throughout(stage + Boxes::kBytes + kMaskLineBytes);
+  static __device__ __forceinline__ bool are_masks_true(unsigned stage) {
+    return ScoreLines::are_true(stage + Boxes::kBytes + kMaskLineBytes);
   }
   static __device__ __forceinline__ auto tangent_lines(unsigned stage, int q, int kv) {
     if constexpr (kTangentLines) {

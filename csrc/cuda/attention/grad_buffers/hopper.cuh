@@ -2,7 +2,8 @@
 // kCols keys of one query head, 64 queries a consumer warpgroup, and walks batches, whose contributions to one buffer
 // it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead, and
 // a warp beside it the lines that the score_mod reads (TileLines), into kLineBytes of a stage. A warpgroup's keys are
-// two halves: the products of one run beside the pairs of the other.
+// two halves: the products of one run beside the pairs of the other. Pairs beyond the lengths are computed too,
+// whatever they give: each has a sum of its own, which is left out at the end.
 //
 // portable.cuh describes kPartialSums and the order of CTAs, backward/hopper_tiles.cuh kNarrow and kGroups.
 #pragma once
@@ -76,22 +77,21 @@ class FlexGradBuffersHopper {
       }
     } else {
       take_registers<240>();
-      const bool masked = row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
       zero(sum_);
       Counted<Config::kStages> i;
       for (int b = batches.first; b < batches.end;) {
-        // A loop for each: both ways in one loop cost the common one.
+        // A loop for each: several ways in one loop cost the common one.
         if (is_far(b)) {
-          consume<true, true, false>(batches, b, i);
-        } else if (masked) {
-          consume<true, false, false>(batches, b, i);
-        } else if (kMasks && is_true(i)) {
-          consume<false, false, kMasks>(batches, b, i);
+          consume<true, 0>(batches, b, i);
+        } else if (const int halves = true_halves(i); kMasks && halves == 2) {
+          consume<false, kMasks ? 2 : 0>(batches, b, i);
+        } else if (kMasks && halves == 1) {
+          consume<false, kMasks ? 1 : 0>(batches, b, i);
         } else {
-          consume<false, false, false>(batches, b, i);
+          consume<false, 0>(batches, b, i);
         }
       }
       put_pair_sums<Config, 0, kThreads>(
@@ -151,18 +151,24 @@ class FlexGradBuffersHopper {
   }
 
   __device__ __forceinline__ bool is_far(int b) const { return far_ && head_has_far(a_, b * a_.heads + h_); }
-  /// Whether the masks that the score_mod reads by keys are true for all of the tile's keys in the batch of a stage.
-  __device__ __forceinline__ bool is_true(const Counted<Config::kStages>& i) const {
+  /// For how many halves of the tile's keys, from the first one on, the masks are true that the score_mod reads by keys
+  /// in the batch of a stage.
+  __device__ __forceinline__ int true_halves(const Counted<Config::kStages>& i) const {
+    if constexpr (!kMasks) return 0;
+    constexpr int kKeys = Config::kCols / 2;
     Barrier::wait(full(i.stage()), i.parity());
-    return Lines::true_throughout(piece(kMemory.lines, i.stage()));
+    const unsigned lines = piece(kMemory.lines, i.stage());
+    if (!Lines::template are_true<0, kKeys>(lines)) return 0;
+    return Lines::template are_true<kKeys, kKeys>(lines) ? 2 : 1;
   }
   // Called by each warp when all its lanes are done with the stage.
   __device__ __forceinline__ void release(int s) const {
     __syncwarp();
     if (lane() == 0) Barrier::arrive(empty(s));
   }
-  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none, and masks are kTrue.
-  template <bool kMasked, bool kFar, bool kTrue>
+  /// From batch `b` on, which has stage i, for as long as heads have far rows, or have none, and masks are true for
+  /// kTrue halves of the keys.
+  template <bool kFar, int kTrue>
   __device__ __forceinline__ void consume(const Batches& batches, int& b, Counted<Config::kStages>& i) {
     float score[2][kHalf][4], grad[2][kHalf][4];
     Barrier::wait(full(i.stage()), i.parity());
@@ -181,17 +187,14 @@ class FlexGradBuffersHopper {
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
       goes_on = next < batches.end && is_far(next) == kFar;
-      const auto lines = line_reads<kTrue>(s);
-      add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b, lines);
+      add_pairs<kFar, 0>(score[0], grad[0], rows, b, line_reads<(kTrue > 0)>(s));
       wait_products(score[1], grad[1]);
       if constexpr (!kLines) release(s);
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
-      if constexpr (kMasks && !kMasked) {
-        goes_on = goes_on && Lines::true_throughout(piece(kMemory.lines, i.stage())) == kTrue;
-      }
+      if constexpr (kMasks && !kFar) goes_on = goes_on && true_halves(i) == kTrue;
       multiply(score[0], grad[0], i.stage(), 0);
-      add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b, lines);
+      add_pairs<kFar, 1>(score[1], grad[1], rows, b, line_reads<(kTrue > 1)>(s));
       if constexpr (kLines) release(s);
       wait_products(score[0], grad[0]);
       b = next;
@@ -225,7 +228,7 @@ class FlexGradBuffersHopper {
       return score_mod::ReadThere<ScoreMod::kUnread>();
     }
   }
-  template <bool kMasked, bool kFar, int kWhich, class LineReads>
+  template <bool kFar, int kWhich, class LineReads>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
                                             const FlexQuery (&rows)[2], int b, const LineReads& lines) {
 #pragma unroll
@@ -236,7 +239,7 @@ class FlexGradBuffersHopper {
       for (int e = 0; e < 4; ++e) {
         float value[2], p;
         FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
-                                                       query(e), key(n, e), !kMasked || is_inside(n, e), p, value,
+                                                       query(e), key(n, e), true, p, value,
                                                        reads_of_pair(lines.at(e / 2 * 8, n * 8 + e % 2), kept, e));
         sum_[n][e] += value[0];
       }
