@@ -472,7 +472,7 @@ def show(row: Row, result: Result) -> None:
         of, part = name.rsplit(" ", 1)
         both = part == "both"
         errors = result["errors"].get(of)
-        peak = f"{result['peak_mib'][of]:,.0f}" if both else ""
+        peak = f"{result['peak_mib'][of]:,.0f}" if both and of in result["peak_mib"] else ""
         first = result.get("first_s", {}).get(of)
         error = f"{max(errors.values()):.1e}" if both and errors else ""
         lines.append([name, f"{value:.3f}", peak, error, f"{first:.2f}" if both and first else ""])

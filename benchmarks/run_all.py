@@ -57,6 +57,7 @@ HOLDS = {
     r"cross_entropy N\d{4}": 3,
     r"jsd N\d{4}": 8,
     r"token_log_prob": 4,
+    r"jax_attention (graphormer|documents)": 12,
     r"jax_attention": 3,
     r"transforms (linear|.*4096)": 3,
     r"folding triangle (768|1024)": 4,

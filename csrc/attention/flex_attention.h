@@ -84,6 +84,12 @@ struct FlexResults {
   void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr, *lse_low = nullptr;  ///< all but lse may be null
 };
 
+/// Adds up outputs over two sets of keys: out = weight * out + more_weight * more, with their low parts.
+struct FlexMergeCall {
+  TensorView out, out_low, more, more_low;               ///< [B, H, M, E]; low parts of 16 bits alone
+  const void *weight = nullptr, *more_weight = nullptr;  ///< [B, H, M] acc, contiguous
+};
+
 /// A forward on CUDA.
 struct FlexForwardCall {
   FlexArguments of;

@@ -17,6 +17,11 @@ inline float low_unit(float rounded, bool bfloat16) {
   return power * ((bfloat16 ? 0x1p-7f : 0x1p-10f) / 252);
 }
 
+/// The number that `rounded` and its low part are of.
+inline float with_low(float rounded, int8_t low, bool bfloat16) {
+  return std::isfinite(rounded) ? rounded + static_cast<float>(low) * low_unit(rounded, bfloat16) : rounded;
+}
+
 inline int8_t low_part(float exact, float rounded, bool bfloat16) {
   const float units = (exact - rounded) / low_unit(rounded, bfloat16);
   return std::isfinite(units) ? static_cast<int8_t>(std::lrint(std::clamp(units, -126.0f, 126.0f))) : int8_t{0};

@@ -131,6 +131,12 @@ TORCH_LIBRARY(fusegrad, m) {
   define<FlexPairTangents>(m, "flex_attention_pair_tangents", "(Tensor weights, Tensor gradients, Tensor seen)");
   // What autograd Functions in Python ask: checks a call's arguments; the lists as flex_attention_forward takes them.
   define<FlexAttentionCall>(m, "flex_attention_checked", "(Tensor[] kv_blocks, float scale)");
+  // out * weight + more * more_weight, the outputs of flex_attention_forward over two sets of keys with their low
+  // parts, which are empty but for 16 bits. Weights are [B, H, M] acc.
+  define(
+      m,
+      "flex_attention_merge_(Tensor(a!) out, Tensor(b!) out_low, Tensor weight, Tensor more, Tensor more_low, Tensor "
+      "more_weight) -> ()");
   // Which pairs dropout keeps, bool [B, H, M, N], of the M queries from first_query on, a multiple of 16.
   define(m,
          "flex_attention_dropout_mask(Tensor dropout_seed, float dropout_p, SymInt[] sizes, SymInt first_query=0) -> "

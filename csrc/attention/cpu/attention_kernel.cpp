@@ -388,6 +388,33 @@ void drop(T* out, const T* in, const T* factor, int64_t stride, int64_t rows, in
 }
 
 template <class T>
+void merge(const Matrix& out, const Matrix& low, const Matrix& more, const Matrix& more_low, const T* weight,
+           const T* more_weight, int64_t rows, int64_t cols) {
+  with_stored_type<T>(out.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    constexpr bool kBFloat16 = std::is_same_v<S, c10::BFloat16>;
+    for (int64_t r = 0; r < rows; ++r) {
+      S* to = static_cast<S*>(out.data) + r * out.row_stride;
+      const S* from = row_of<T, S>(more, r);
+      for (int64_t c = 0; c < cols; ++c) {
+        S& o = to[c * out.col_stride];
+        T x = static_cast<T>(o), y = static_cast<T>(from[c * more.col_stride]);
+        if constexpr (sizeof(S) == 2) {
+          int8_t& l = static_cast<int8_t*>(low.data)[r * low.row_stride + c * low.col_stride];
+          x = with_low(x, l, kBFloat16);
+          y = with_low(y, row_of<T, int8_t>(more_low, r)[c * more_low.col_stride], kBFloat16);
+          x = x * weight[r] + y * more_weight[r];
+          l = low_part(x, static_cast<float>(static_cast<S>(x)), kBFloat16);
+        } else {
+          x = x * weight[r] + y * more_weight[r];
+        }
+        o = static_cast<S>(x);
+      }
+    }
+  });
+}
+
+template <class T>
 void add(T* __restrict out, const T* in, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] += in[i];
 }
@@ -395,15 +422,10 @@ void add(T* __restrict out, const T* in, int64_t count) {
 template <class T>
 constexpr AttentionKernels<T> make_kernels() {
   static_assert(kTerms % kPanel<T> == 0);
-  return {kPanel<T>,         kTerms,
-          kMicroRows,        pack_rows<T>,
-          pack_panels<T>,    pack_transposed<T>,
-          unpack<T>,         unpack_low<T>,
-          multiply<T>,       softmax<T>,
-          probabilities<T>,  alive<T>,
-          score_gradient<T>, add_max_gradient<T>,
-          row_dot<T>,        dropout<T>,
-          drop<T>,           add<T>};
+  return {
+      kPanel<T>,     kTerms,      kMicroRows, pack_rows<T>,     pack_panels<T>, pack_transposed<T>, unpack<T>,
+      unpack_low<T>, multiply<T>, softmax<T>, probabilities<T>, alive<T>,       score_gradient<T>,  add_max_gradient<T>,
+      row_dot<T>,    dropout<T>,  drop<T>,    merge<T>,         add<T>};
 }
 
 }  // namespace

@@ -95,6 +95,9 @@ struct AttentionKernels {
                   int64_t cols);
   /// out = in * factor, 0 where factor is 0. Rows `stride` apart in all of them.
   void (*drop)(T* out, const T* in, const T* factor, int64_t stride, int64_t rows, int64_t cols);
+  /// out[r, c] = out[r, c] * weight[r] + more[r, c] * more_weight[r], with the low parts of 16 bits.
+  void (*merge)(const Matrix& out, const Matrix& low, const Matrix& more, const Matrix& more_low, const T* weight,
+                const T* more_weight, int64_t rows, int64_t cols);
   /// out[i] += in[i]
   void (*add)(T* out, const T* in, int64_t count);
 };

@@ -140,6 +140,7 @@ void attention_forward(const Host& host, const FlexArguments& arguments, const F
 void attention_tangents(const Host& host, const FlexTangentCall& call);
 /// There are queries and keys. Always deterministic.
 void attention_backward(const Host& host, const FlexBackwardCall& call);
+void attention_merge(const Host& host, const FlexMergeCall& call);
 /// Writes which pairs are kept into `mask`, [heads, M, N], contiguous; heads of all batches.
 void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t first, int64_t queries,
                             int64_t keys, bool* mask);

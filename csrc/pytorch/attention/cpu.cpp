@@ -40,6 +40,8 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
   return {outputs.out, outputs.lse, results.out, results.lse, outputs.out_low, outputs.lse_low};
 }
 
+void flex_attention_merge(const FlexMergeCall& call) { attention_merge(torch_host(), call); }
+
 void flex_attention_dropout_mask(const Tensor& seed, double p, int64_t first_query, const Tensor& mask) {
   attention_dropout_mask(torch_host(), static_cast<uint64_t>(seed.item<int64_t>()), p, mask.size(0) * mask.size(1),
                          first_query, mask.size(2), mask.size(3), mask.mutable_data_ptr<bool>());

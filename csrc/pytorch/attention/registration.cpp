@@ -184,6 +184,44 @@ FlexPairTangentsTuple pair_tangents_meta(const FlexPairTangents& c) {
   return {made.weights, made.gradients, made.seen};
 }
 
+void check_merge(const Tensor& out, const Tensor& low, const Tensor& weight, const Tensor& more, const Tensor& more_low,
+                 const Tensor& more_weight) {
+  constexpr const char* kOp = "flex_attention_merge_";
+  FUSEGRAD_CHECK_VALUE(out.dim() == 4, kOp, "out must be [B, H, M, E], but got ", out.sym_sizes());
+  const bool has_low = out.scalar_type() == at::kBFloat16 || out.scalar_type() == at::kHalf;
+  const auto check = [&](const char* name, const Tensor& t, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+    FUSEGRAD_CHECK_VALUE(t.sym_sizes() == sizes && t.scalar_type() == dtype && t.device() == out.device(), kOp, name,
+                         " must be ", dtype, " of shape ", sizes, " on ", out.device(), ", but got ", t.scalar_type(),
+                         " of shape ", t.sym_sizes(), " on ", t.device());
+  };
+  const auto rows = out.sym_sizes().slice(0, 3);
+  const c10::SymInt none(0);
+  const auto low_sizes = has_low ? out.sym_sizes() : c10::SymIntArrayRef(none);
+  check("more", more, out.sym_sizes(), out.scalar_type());
+  for (const auto& [name, t] : {std::pair{"out_low", &low}, {"more_low", &more_low}})
+    check(name, *t, low_sizes, has_low ? at::kChar : t->scalar_type());
+  for (const auto& [name, t] : {std::pair{"weight", &weight}, {"more_weight", &more_weight}})
+    check(name, *t, rows, acc_type(out.scalar_type()));
+}
+
+// Run: a device's.
+template <auto Run>
+void merge(const Tensor& out, const Tensor& low, const Tensor& weight, const Tensor& more, const Tensor& more_low,
+           const Tensor& more_weight) {
+  check_merge(out, low, weight, more, more_low, more_weight);
+  if (out.numel() == 0) return;
+  const c10::OptionalDeviceGuard device(at::device_of(out));
+  FlexOutputs to, of;
+  to.out = out;
+  to.out_low = low;
+  of.out = more;
+  of.out_low = more_low;
+  const FlexResults views[] = {results_of(to), results_of(of)};
+  const Tensor weights[] = {weight.contiguous(), more_weight.contiguous()};
+  Run({views[0].out, views[0].out_low, views[1].out, views[1].out_low, weights[0].const_data_ptr(),
+       weights[1].const_data_ptr()});
+}
+
 void check_dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes, const c10::SymInt& first) {
   constexpr const char* kOp = "flex_attention_dropout_mask";
   FUSEGRAD_CHECK_VALUE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1, kOp,
@@ -223,6 +261,7 @@ TORCH_LIBRARY_IMPL(fusegrad, CPU, m) {
          named_kernel<"flex_attention", unpacked<backward<cpu::flex_attention_backward>>()>());
   m.impl("flex_attention_backward_",
          named_kernel<"flex_attention", unpacked<backward_into<cpu::flex_attention_backward>>()>());
+  m.impl("flex_attention_merge_", named_kernel<"flex_attention_merge_", merge<cpu::flex_attention_merge>>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cpu::flex_attention_dropout_mask>));
   m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp<cpu::flex_attention_jvp>>()>());
 }
@@ -234,6 +273,7 @@ TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
          named_kernel<"flex_attention", unpacked<backward<cuda::flex_attention_backward>>()>());
   m.impl("flex_attention_backward_",
          named_kernel<"flex_attention", unpacked<backward_into<cuda::flex_attention_backward>>()>());
+  m.impl("flex_attention_merge_", named_kernel<"flex_attention_merge_", merge<cuda::flex_attention_merge>>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cuda::flex_attention_dropout_mask>));
   m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp<cuda::flex_attention_jvp>>()>());
   m.impl("flex_attention_pair_tangents", named_kernel<"flex_attention", unpacked<pair_tangents>()>());
@@ -244,6 +284,7 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("flex_attention_forward", TORCH_FN(unpacked<forward_meta>()));
   m.impl("flex_attention_backward", TORCH_FN(unpacked<backward_meta>()));
   m.impl("flex_attention_backward_", TORCH_FN(unpacked<backward_into_meta>()));
+  m.impl("flex_attention_merge_", TORCH_FN(check_merge));
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask_meta));
   m.impl("flex_attention_jvp", TORCH_FN(unpacked<jvp_meta>()));
   m.impl("flex_attention_pair_tangents", TORCH_FN(unpacked<pair_tangents_meta>()));

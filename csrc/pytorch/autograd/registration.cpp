@@ -43,9 +43,9 @@ TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
 
 TORCH_LIBRARY_IMPL(fusegrad, ADInplaceOrView, m) {
   for (const auto* op :
-       {"cross_entropy_forward_", "flex_attention_backward_", "jsd_forward_", "linear_cross_entropy_backward_",
-        "linear_cross_entropy_backward_into", "linear_cross_entropy_backward_into_", "linear_cross_entropy_forward_",
-        "linear_jsd_forward_", "scale_gradient_", "support_logits_backward_into"}) {
+       {"cross_entropy_forward_", "flex_attention_backward_", "flex_attention_merge_", "jsd_forward_",
+        "linear_cross_entropy_backward_", "linear_cross_entropy_backward_into", "linear_cross_entropy_backward_into_",
+        "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_", "support_logits_backward_into"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_overwritten>());
   }
 }

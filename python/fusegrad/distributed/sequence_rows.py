@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._attention_low import with_low
 from .gradients import acc_of
 from .sequence_masks import Piece
 from .sequence_ranges import Ranges, joined, within
@@ -34,7 +33,7 @@ class Tensors:
 class Results:
     """The results of some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter empty unless
     asked for; low, what rounding took from a 16-bit out, here or by pieces in `lows`; lse_low, what it took from lse.
-    As flex_attention_forward returns them, or `out` in float32 and wider."""
+    As flex_attention_forward returns them."""
 
     out: Tensor
     lse: Tensor
@@ -91,14 +90,13 @@ def _empty(t: Tensors, max_scores: bool) -> Results:
 
 
 def merged(sums: Results | None, part: Results) -> Results:
-    """Results over some keys, of which `sums` has its output in float32 or wider, with those over further keys."""
-    wide = with_low(part.out, part.low) if part.low.numel() else part.out.to(acc_of(part.out.dtype), copy=True)
+    """Results over some keys with those over further keys. Writes into `sums`, and returns it."""
     if sums is None:
-        return Results(wide, part.lse, part.max_scores, part.max_ties, part.low.new_empty(0), part.lse_low)
+        return part
     lse, lse_low = _logaddexp(sums, part)
     top = torch.where(lse == -torch.inf, 0, lse)
-    before, more = (((r.lse - top) + (r.lse_low - lse_low)).exp_().unsqueeze(-1) for r in (sums, part))
-    sums.out.mul_(before).addcmul_(wide, more)
+    before, more = (((r.lse - top) + (r.lse_low - lse_low)).exp_() for r in (sums, part))
+    torch.ops.fusegrad.flex_attention_merge_(sums.out, sums.low, before, part.out, part.low, more)
     if sums.max_scores.numel():
         largest = torch.maximum(sums.max_scores, part.max_scores)
         ties = torch.where(sums.max_scores == largest, sums.max_ties, 0)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._attention_composite import LOW, MAX_SCORES, Scoring
-from .._attention_low import low_part
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
 from .sequence_columns import Columns, Fetch, KeySums
@@ -134,9 +133,6 @@ class Call:
                     blocks = self._blocks(q, k)
                     if blocks is not None:
                         made[q] = merged(made.get(q), self._forward(t, q, k, key, value, blocks))
-        for part in made.values():
-            if t.query.dtype in (torch.bfloat16, torch.float16):
-                part.low = low_part(part.out, part.out.to(t.query.dtype))
         return together(t, list(made.items()), self.max_scores)
 
     # --- backward ---

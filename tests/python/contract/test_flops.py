@@ -33,7 +33,7 @@ def test_every_op_has_a_formula_or_no_product() -> None:
     """What an op of none of these names computes is not known here: add it to one of them."""
     elementwise = (
         *("cross_entropy", "jsd", "scale_gradient", "support_positions", "evaluate_", "create_block_mask"),
-        *("refuse_gradient", "flex_attention_dropout_mask", "shards_"),
+        *("refuse_gradient", "flex_attention_dropout_mask", "flex_attention_merge_", "shards_"),
     )
     names = [n.removeprefix("fusegrad::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("fusegrad::")]
     assert len(names) > 60

@@ -32,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 each_device = pytest.mark.parametrize("device", DEVICES)
 N, HIDDEN, V = 5, 13, 37
 
-# Without elements of their own: they return a number or a flag, or what they were given.
+# Without elements of their own: they return a number or a flag, or what they were given, or change it.
 WITHOUT_MEMORY = {"refuse_gradient", "refuse_double_backward", "constant_beside", "shards_agree"}
+WITHOUT_MEMORY |= {"flex_attention_merge_"}
 # A mode keeps these from being taken; what they return are gradients, which check() looks at without one.
 OVER_WHAT_WAS_KEPT = {"linear_cross_entropy_backward_", "linear_cross_entropy_backward_into_", "scale_gradient_"}
 OVER_WHAT_WAS_KEPT |= {"flex_attention_backward_"}

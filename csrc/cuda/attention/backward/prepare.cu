@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "cuda/attention/device/far_rows.cuh"
-#include "cuda/device/low_part.cuh"
+#include "cuda/attention/low_rows.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 
@@ -12,12 +12,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-
-/// Low parts side by side (device/low_part.cuh), read at once.
-template <int kWidth>
-struct alignas(kWidth) LowParts {
-  signed char counts[kWidth];
-};
 
 template <class T>
 __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row) {
@@ -43,7 +37,7 @@ struct RowPlace {
 template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
-  using Low = device::LowPart<std::conditional_t<std::is_same_v<T, __half>, device::Float16, device::BFloat16>>;
+  using Low = LowOf<T>;
   const RowPlace<kLanes> place(p.heads, p.queries);
   const auto [first, h, b, head] = place;
   const int q = first + static_cast<int>(threadIdx.x) / kLanes;

@@ -3,7 +3,10 @@
 #include <type_traits>
 
 #include "cuda/attention/forward/merge.cuh"
-#include "cuda/launch.h"
+#include "cuda/attention/low_rows.cuh"
+#include "cuda/attention/plan/run.h"
+#include "cuda/device/vector.cuh"
+#include "cuda/dtype.h"
 
 namespace fusegrad::cuda {
 namespace {
@@ -55,6 +58,62 @@ __global__ void __launch_bounds__(kThreads)
       finish(merged, col);
     }
   }
+}
+
+struct TwoOutputs {
+  device::FlexTensor out, out_low, more, more_low;
+  const float *weight, *more_weight;
+  unsigned rows, heads, queries;
+  int cols;
+};
+constexpr int kMergeLanes = 8;  // of a row
+
+// kWidth: columns that a lane has at once, side by side in all tensors, or 1.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) merge_two_kernel(const __grid_constant__ TwoOutputs p) {
+  using Values = device::Pack<T, kWidth>;
+  using Low = LowOf<T>;
+  constexpr bool kLow = sizeof(T) == 2;
+  const unsigned row = blockIdx.x * (kThreads / kMergeLanes) + threadIdx.x / kMergeLanes, head = row / p.queries;
+  if (row >= p.rows) return;
+  const unsigned b = head / p.heads, h = head % p.heads, q = row % p.queries;
+  const auto at = [&](const device::FlexTensor& t, auto zero, int col) {
+    return static_cast<decltype(zero)*>(t.data) + b * t.batch_stride + h * t.head_stride + q * t.row_stride +
+           (kWidth == 1 ? col * t.col_stride : col);
+  };
+  const auto read = [&](const device::FlexTensor& t, const device::FlexTensor& low, int col, float (&x)[kWidth]) {
+    device::unpack(Values::load(at(t, T{}, col)), x);
+    if constexpr (kLow) {
+      const auto parts = *reinterpret_cast<const LowParts<kWidth>*>(at(low, static_cast<signed char>(0), col));
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float unit = __uint_as_float(Low::power(x[i])) * (1.0f / Low::kUnits);
+        if (isfinite(x[i])) x[i] = fmaf(static_cast<float>(parts.counts[i]), unit, x[i]);
+      }
+    }
+  };
+  const float weight = p.weight[row], more_weight = p.more_weight[row];
+  for (int col = static_cast<int>(threadIdx.x) % kMergeLanes * kWidth; col < p.cols; col += kMergeLanes * kWidth) {
+    float x[kWidth], y[kWidth];
+    read(p.out, p.out_low, col, x);
+    read(p.more, p.more_low, col, y);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] = fmaf(x[i], weight, y[i] * more_weight);
+    device::packed<T>(x).store(at(p.out, T{}, col));
+    if constexpr (kLow) {
+      LowParts<kWidth> parts;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) parts.counts[i] = static_cast<signed char>(Low::of(x[i]));
+      *reinterpret_cast<LowParts<kWidth>*>(at(p.out_low, static_cast<signed char>(0), col)) = parts;
+    }
+  }
+}
+
+/// Whether a tensor's rows are `width` elements side by side, each at a multiple of `width` elements of `size` bytes.
+bool is_packed(const TensorView& t, int width, int size) {
+  const auto whole = [&](int64_t n) { return n % width == 0; };
+  return t.data == nullptr || (t.strides[3] == 1 && whole(t.sizes[3]) && whole(t.strides[0]) && whole(t.strides[1]) &&
+                               whole(t.strides[2]) && reinterpret_cast<intptr_t>(t.data) % (width * size) == 0);
 }
 
 // A thread has four columns of a row.
@@ -135,6 +194,31 @@ void flex_merge(const device::FlexPartials& partials, const device::FlexRowResul
     } else {
       by_lanes(T{}, std::integral_constant<int, 16>{});
     }
+  });
+}
+
+void flex_merge(const FlexMergeCall& c, void* stream) {
+  const auto [batches, heads, queries, cols] = c.out.sizes;
+  const int64_t rows = batches * heads * queries;
+  if (rows > UINT32_MAX) fail("fusegrad: flex_merge: too many rows for one launch: ", rows);
+  const TwoOutputs p{tensor_of(c.out),
+                     tensor_of(c.out_low),
+                     tensor_of(c.more),
+                     tensor_of(c.more_low),
+                     static_cast<const float*>(c.weight),
+                     static_cast<const float*>(c.more_weight),
+                     static_cast<unsigned>(rows),
+                     static_cast<unsigned>(heads),
+                     static_cast<unsigned>(queries),
+                     static_cast<int>(cols)};
+  constexpr int kRows = kThreads / kMergeLanes;
+  const Grid grid{(rows + kRows - 1) / kRows, kThreads};
+  with_type(c.out.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kWidth = 16 / sizeof(T), kSize = sizeof(T);
+    const bool packed = is_packed(c.out, kWidth, kSize) && is_packed(c.more, kWidth, kSize) &&
+                        is_packed(c.out_low, kWidth, 1) && is_packed(c.more_low, kWidth, 1);
+    launch("flex_merge", packed ? merge_two_kernel<T, kWidth> : merge_two_kernel<T, 1>, grid, stream, p);
   });
 }
 

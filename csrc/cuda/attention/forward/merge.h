@@ -1,9 +1,9 @@
-// Merges the outputs of splits of the keys into the results of a forward. Compiled ahead of time.
+// Merges outputs over parts of the keys: of a call's splits, and of two calls. Compiled ahead of time.
 #pragma once
 
 #include <cstdint>
 
-#include "common/dtype.h"
+#include "attention/flex_attention.h"
 #include "cuda/attention/device/arguments.cuh"
 
 namespace fusegrad::cuda {
@@ -11,6 +11,9 @@ namespace fusegrad::cuda {
 /// In the splits' order. The kernel before it on the stream may be one that lets it begin ahead.
 void flex_merge(const device::FlexPartials& partials, const device::FlexRowResults& results, int64_t batches, int heads,
                 int queries, DType dtype, void* stream);
+
+/// There are outputs.
+void flex_merge(const FlexMergeCall& call, void* stream);
 
 /// grad_query[b, h, m, d] = sum over splits of parts[split, b, h, m, d], in their order, rounded once.
 struct FlexQueryParts {

@@ -3,6 +3,7 @@
 #include <ATen/DeviceGuard.h>
 
 #include "cuda/attention/flex_attention.h"
+#include "cuda/attention/forward/merge.h"
 #include "cuda/attention/mask/dropout.h"
 #include "pytorch/attention/outputs.h"
 #include "pytorch/attention/views.h"
@@ -94,6 +95,8 @@ void flex_attention_pair_tangents(const FlexPairTangents& c, const FlexScores& s
   call.columns = results.gradients.size(3);
   run_on_current_stream(call, c.query);
 }
+
+void flex_attention_merge(const FlexMergeCall& call) { flex_merge(call, gpu::current_stream()); }
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, int64_t first_query, const Tensor& mask) {
   const c10::DeviceGuard guard(seed.device());

@@ -19,6 +19,8 @@ FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& k
 /// There are pairs, and no dropout.
 void flex_attention_pair_tangents(const FlexPairTangents& call, const FlexScores& scores,
                                   const FlexPairTangentsResults& results);
+/// On the current device.
+void flex_attention_merge(const FlexMergeCall& call);
 /// As cpu::flex_attention_dropout_mask.
 void flex_attention_dropout_mask(const at::Tensor& seed, double p, int64_t first_query, const at::Tensor& mask);
 
