@@ -79,7 +79,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.script} {self.row}".strip()
+        """Begins with the script's, as the op that rows of some scripts begin with is called too."""
+        return self.row if self.row.startswith(self.script) else f"{self.script} {self.row}".strip()
 
     @property
     def holds(self) -> int:
@@ -239,7 +240,7 @@ def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="All benchmarks; other options go to each of them.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--only", default="", help="regular expression on '<script> <row>'")
+    parser.add_argument("--only", default="", help="regular expression on the names that --list prints")
     parser.add_argument("--gpus", default="0", help="those to use, by number among CUDA_VISIBLE_DEVICES: 0,1")
     parser.add_argument("--room", type=int, default=ROOM, help="rows that wait on a GPU at once")
     parser.add_argument("--patience", type=int, default=600, help="seconds in which a wave's rows must compile")

@@ -225,6 +225,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return call
 
 
+def test_names_of_jobs() -> None:
+    rows = {("jsd", "jsd N8"): "jsd N8", ("train_step", "siglip step B2"): "train_step siglip step B2"}
+    rows |= {("host_time", ""): "host_time", ("linear_jsd", "jsd N8"): "linear_jsd jsd N8"}
+    assert {of: run_all.Job(*of).name for of in rows} == rows
+
+
 def test_results_of_a_row(run: Run, tmp_path: Path) -> None:
     assert run("--only", "^transforms jsd", "--rounds", "1", "--reps", "1", "--output", str(tmp_path)) == 0
     (path,) = tmp_path.glob("transforms-*.json")
