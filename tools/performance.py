@@ -39,7 +39,10 @@ SMALLER = (  # rows of the short page
     "attention (8, ",
     "jsd (4096, 1",
 )
-LEFT_OUT_LOG_PROBS = ("trl chunked", "verl chunked", "fusegrad temperature a row")
+LEFT_OUT_LOG_PROBS = (
+    *("eager", "trl chunked", "verl chunked", "fusegrad temperature a row", "fusegrad batch invariant"),
+    *("fusegrad of TRL's trainers", "fusegrad support 64", "fusegrad support 1024"),
+)
 
 
 def documents(device: str) -> dict[str, Document]:
