@@ -60,7 +60,7 @@ HOLDS = {
     r"jax_attention (graphormer|documents)": 12,
     r"jax_attention": 3,
     r"transforms (linear|.*4096)": 3,
-    r"folding triangle (768|1024)": 4,
+    r"folding triangle (768|1024)": 6,
     r"double_backward .*(\(4, 16|16384)": 8,
     r"train_step": 24,
     r"biased_models": 4,
