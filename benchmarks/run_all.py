@@ -79,7 +79,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Begins with the script's, as the op that rows of some scripts begin with is called too."""
+        """The script and the row, or the row alone where its op has the script's name."""
         return self.row if self.row.startswith(self.script) else f"{self.script} {self.row}".strip()
 
     @property

@@ -17,9 +17,9 @@ inline float low_unit(float rounded, bool bfloat16) {
   return power * ((bfloat16 ? 0x1p-7f : 0x1p-10f) / 252);
 }
 
-/// The number that `rounded` and its low part are of.
+/// The number that `rounded`, finite, and its low part are of.
 inline float with_low(float rounded, int8_t low, bool bfloat16) {
-  return std::isfinite(rounded) ? rounded + static_cast<float>(low) * low_unit(rounded, bfloat16) : rounded;
+  return rounded + static_cast<float>(low) * low_unit(rounded, bfloat16);
 }
 
 inline int8_t low_part(float exact, float rounded, bool bfloat16) {

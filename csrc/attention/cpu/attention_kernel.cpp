@@ -309,8 +309,7 @@ void row_dot(T* out, const Matrix& a, const Matrix& b, const Matrix& low, int64_
         if (low.data != nullptr) {  // b has 16 bits, and lies in y
           const int8_t* l = row_of<T, int8_t>(low, r) + begin * low.col_stride;
           const bool bfloat16 = b.dtype == DType::kBFloat16;
-          for (int64_t c = 0; c < count; ++c)
-            y[c] += static_cast<float>(l[c * low.col_stride]) * low_unit(y[c], bfloat16);
+          for (int64_t c = 0; c < count; ++c) y[c] = with_low(y[c], l[c * low.col_stride], bfloat16);
         }
       }
       int64_t c = 0;
@@ -401,8 +400,8 @@ void merge(const Matrix& out, const Matrix& low, const Matrix& more, const Matri
         T x = static_cast<T>(o), y = static_cast<T>(from[c * more.col_stride]);
         if constexpr (sizeof(S) == 2) {
           int8_t& l = static_cast<int8_t*>(low.data)[r * low.row_stride + c * low.col_stride];
-          x = with_low(x, l, kBFloat16);
-          y = with_low(y, row_of<T, int8_t>(more_low, r)[c * more_low.col_stride], kBFloat16);
+          if (std::isfinite(x)) x = with_low(x, l, kBFloat16);
+          if (std::isfinite(y)) y = with_low(y, row_of<T, int8_t>(more_low, r)[c * more_low.col_stride], kBFloat16);
           x = x * weight[r] + y * more_weight[r];
           l = low_part(x, static_cast<float>(static_cast<S>(x)), kBFloat16);
         } else {

@@ -224,26 +224,20 @@ void run(const FlexProblem<T>& problem, const FlexResults& results) {
   });
 }
 
-}  // namespace
-
-namespace {
-
 template <class T>
 void merge_heads(const Host& host, const FlexMergeCall& c) {
   const auto& kernels = attention_kernels<T>();
   const HeadView out(c.out), low(c.out_low), more(c.more), more_low(c.more_low);
-  const auto [batches, heads, queries, cols] = c.out.sizes;
-  const int64_t tiles = ceil_div(queries, kTileRows);
-  parallel_for(host, batches * heads * tiles, 1,
-               [&, heads = heads, queries = queries, cols = cols](int64_t i, int64_t end) {
-                 for (; i < end; ++i) {
-                   const int64_t head = i / tiles, b = head / heads, h = head % heads, row = i % tiles * kTileRows;
-                   const int64_t at = head * queries + row;
-                   kernels.merge(out.at(b, h, row), low.at(b, h, row), more.at(b, h, row), more_low.at(b, h, row),
-                                 static_cast<const T*>(c.weight) + at, static_cast<const T*>(c.more_weight) + at,
-                                 std::min(kTileRows, queries - row), cols);
-                 }
-               });
+  const int64_t heads = c.out.sizes[1], queries = c.out.sizes[2], tiles = ceil_div(queries, kTileRows);
+  parallel_for(host, c.out.sizes[0] * heads * tiles, 1, [&](int64_t i, int64_t end) {
+    for (; i < end; ++i) {
+      const int64_t head = i / tiles, b = head / heads, h = head % heads, row = i % tiles * kTileRows;
+      const int64_t at = head * queries + row;
+      kernels.merge(out.at(b, h, row), low.at(b, h, row), more.at(b, h, row), more_low.at(b, h, row),
+                    static_cast<const T*>(c.weight) + at, static_cast<const T*>(c.more_weight) + at,
+                    std::min(kTileRows, queries - row), c.out.sizes[3]);
+    }
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "pytorch/attention/cpu.h"
 #include "pytorch/attention/outputs.h"
+#include "pytorch/attention/views.h"
 #include "pytorch/ops/arguments.h"
 #include "pytorch/ops/check.h"
 #include "pytorch/ops/faults.h"
@@ -197,11 +198,12 @@ void check_merge(const Tensor& out, const Tensor& low, const Tensor& weight, con
   const auto rows = out.sym_sizes().slice(0, 3);
   const c10::SymInt none(0);
   const auto low_sizes = has_low ? out.sym_sizes() : c10::SymIntArrayRef(none);
+  const auto acc = acc_type(out.scalar_type());
+  check("out_low", low, low_sizes, has_low ? at::kChar : low.scalar_type());
+  check("weight", weight, rows, acc);
   check("more", more, out.sym_sizes(), out.scalar_type());
-  for (const auto& [name, t] : {std::pair{"out_low", &low}, {"more_low", &more_low}})
-    check(name, *t, low_sizes, has_low ? at::kChar : t->scalar_type());
-  for (const auto& [name, t] : {std::pair{"weight", &weight}, {"more_weight", &more_weight}})
-    check(name, *t, rows, acc_type(out.scalar_type()));
+  check("more_low", more_low, low_sizes, has_low ? at::kChar : more_low.scalar_type());
+  check("more_weight", more_weight, rows, acc);
 }
 
 // Run: a device's.
@@ -211,14 +213,8 @@ void merge(const Tensor& out, const Tensor& low, const Tensor& weight, const Ten
   check_merge(out, low, weight, more, more_low, more_weight);
   if (out.numel() == 0) return;
   const c10::OptionalDeviceGuard device(at::device_of(out));
-  FlexOutputs to, of;
-  to.out = out;
-  to.out_low = low;
-  of.out = more;
-  of.out_low = more_low;
-  const FlexResults views[] = {results_of(to), results_of(of)};
   const Tensor weights[] = {weight.contiguous(), more_weight.contiguous()};
-  Run({views[0].out, views[0].out_low, views[1].out, views[1].out_low, weights[0].const_data_ptr(),
+  Run({view_of(out), low_view_of(low), view_of(more), low_view_of(more_low), weights[0].const_data_ptr(),
        weights[1].const_data_ptr()});
 }
 

@@ -28,15 +28,16 @@ TensorView view_of(const Tensor& t, DType dtype) {
   }
   return view;
 }
+
+}  // namespace
+
+TensorView view_of(const Tensor& t) { return t.defined() ? view_of(t, to_dtype(t.scalar_type())) : TensorView{}; }
+
 TensorView low_view_of(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};
   TORCH_CHECK_TYPE(t.scalar_type() == at::kChar, "flex_attention: out_low must be int8, but got ", t.scalar_type());
   return view_of(t, DType::kInt8);
 }
-
-}  // namespace
-
-TensorView view_of(const Tensor& t) { return t.defined() ? view_of(t, to_dtype(t.scalar_type())) : TensorView{}; }
 
 void* data_of(const Tensor& t) { return t.defined() && t.numel() != 0 ? t.mutable_data_ptr() : nullptr; }
 

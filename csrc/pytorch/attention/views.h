@@ -12,6 +12,8 @@
 namespace fusegrad {
 
 TensorView view_of(const at::Tensor& t);
+/// Of low parts, where there are any.
+TensorView low_view_of(const at::Tensor& t);
 void* data_of(const at::Tensor& t);
 FlexResults results_of(const FlexOutputs& outputs);
 

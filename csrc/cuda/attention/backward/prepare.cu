@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "cuda/attention/device/far_rows.cuh"
-#include "cuda/attention/low_rows.cuh"
+#include "cuda/attention/rows.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 
@@ -12,11 +12,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-
-template <class T>
-__device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row) {
-  return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
-}
 
 // The rows of a CTA, kThreads / kLanes of one head: a division per thread would cost as much as the rows.
 template <int kLanes>
@@ -152,13 +147,6 @@ __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_consta
       device::packed<T>(part).store(to + (kWidth == 1 ? (col + i) * p.grad_query.col_stride : col + i));
     }
   }
-}
-
-// Whether every row begins at a multiple of `vector` bytes and is `size` values side by side that fill whole vectors.
-bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element, int64_t vector = 16) {
-  const auto whole = [&](int64_t values) { return values * element % vector == 0; };
-  return t.data == nullptr || (t.col_stride == 1 && whole(size) && whole(t.row_stride) && whole(t.head_stride) &&
-                               whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % vector == 0);
 }
 
 // The CTAs of RowPlace.

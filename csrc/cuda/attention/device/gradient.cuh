@@ -39,7 +39,7 @@ struct FlexPairGradient {
     } else if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);
     } else if constexpr (kHas<ScoreMod>) {
-      // Left to compilers the product would go into what a mask chooses between, where it is not fused.
+      // Compilers would move a product by itself into the operands of a mask's select, where it is not fused.
       p = power_of_two(fmaf(changed, kLog2E, -lse));
     } else {
       p = power_of_two(score * (scale * kLog2E) - lse);

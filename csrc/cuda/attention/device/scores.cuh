@@ -56,8 +56,8 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
 }
 /// Lines in shared memory of what mods read for kQueries queries and kKeys keys: one for each read of a score_mod by
 /// keys or diagonals whose index no other read gives, and of a mask_mod by queries too (csrc/score_mod/render_cuda.h).
-/// An element of a line takes one instruction, a read of the tensor eight to ten. kTellsMasks: behind the lines lies
-/// of every 32 keys whether all masks by keys are true.
+/// An element of a line takes one instruction, a read of the tensor eight to ten. kTellsMasks: a word for
+/// each 32 keys follows the lines, and is not 0 where all masks by keys are true.
 template <class Mod, int kQueries, int kKeys, int kThreads, bool kTellsMasks = false>
 class TileLines {
   using Captured = typename Mod::Captured;

@@ -3,8 +3,8 @@
 #include <type_traits>
 
 #include "cuda/attention/forward/merge.cuh"
-#include "cuda/attention/low_rows.cuh"
 #include "cuda/attention/plan/run.h"
+#include "cuda/attention/rows.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 
@@ -78,8 +78,7 @@ __global__ void __launch_bounds__(kThreads) merge_two_kernel(const __grid_consta
   if (row >= p.rows) return;
   const unsigned b = head / p.heads, h = head % p.heads, q = row % p.queries;
   const auto at = [&](const device::FlexTensor& t, auto zero, int col) {
-    return static_cast<decltype(zero)*>(t.data) + b * t.batch_stride + h * t.head_stride + q * t.row_stride +
-           (kWidth == 1 ? col * t.col_stride : col);
+    return row_of<decltype(zero)>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col);
   };
   const auto read = [&](const device::FlexTensor& t, const device::FlexTensor& low, int col, float (&x)[kWidth]) {
     device::unpack(Values::load(at(t, T{}, col)), x);
@@ -107,13 +106,6 @@ __global__ void __launch_bounds__(kThreads) merge_two_kernel(const __grid_consta
       *reinterpret_cast<LowParts<kWidth>*>(at(p.out_low, static_cast<signed char>(0), col)) = parts;
     }
   }
-}
-
-/// Whether a tensor's rows are `width` elements side by side, each at a multiple of `width` elements of `size` bytes.
-bool is_packed(const TensorView& t, int width, int size) {
-  const auto whole = [&](int64_t n) { return n % width == 0; };
-  return t.data == nullptr || (t.strides[3] == 1 && whole(t.sizes[3]) && whole(t.strides[0]) && whole(t.strides[1]) &&
-                               whole(t.strides[2]) && reinterpret_cast<intptr_t>(t.data) % (width * size) == 0);
 }
 
 // A thread has four columns of a row.
@@ -215,10 +207,11 @@ void flex_merge(const FlexMergeCall& c, void* stream) {
   const Grid grid{(rows + kRows - 1) / kRows, kThreads};
   with_type(c.out.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kWidth = 16 / sizeof(T), kSize = sizeof(T);
-    const bool packed = is_packed(c.out, kWidth, kSize) && is_packed(c.more, kWidth, kSize) &&
-                        is_packed(c.out_low, kWidth, 1) && is_packed(c.more_low, kWidth, 1);
-    launch("flex_merge", packed ? merge_two_kernel<T, kWidth> : merge_two_kernel<T, 1>, grid, stream, p);
+    constexpr int kWidth = 16 / sizeof(T);
+    const bool vectors = has_vector_rows(p.out, p.cols, sizeof(T)) && has_vector_rows(p.more, p.cols, sizeof(T)) &&
+                         has_vector_rows(p.out_low, p.cols, 1, kWidth) &&
+                         has_vector_rows(p.more_low, p.cols, 1, kWidth);
+    launch("flex_merge", vectors ? merge_two_kernel<T, kWidth> : merge_two_kernel<T, 1>, grid, stream, p);
   });
 }
 
