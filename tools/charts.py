@@ -178,7 +178,7 @@ def head(documents: dict[str, Document]) -> Data:
     """Peak memory of the fused head by vocabulary."""
     document, rows = documents["linear_cross_entropy"], {}
     cases = [case for case in document["cases"] if case["sizes"]["N"] >= 8192]
-    for case in cases:
+    for case in sorted(cases, key=lambda one: one["sizes"]["V"]):
         sizes = case["sizes"]
         found = {}
         for name, shown in HEADS.items():
@@ -318,7 +318,7 @@ def draw_attention(theme: Data, one: Data) -> Any:
 
 
 def draw_head_memory(theme: Data, one: Data) -> Any:
-    return _grouped(theme, one, 2.7, 3, ".1f")
+    return _grouped(theme, one, 2.7, len(one["rows"]), ".1f")
 
 
 def draw_learned_biases(theme: Data, one: Data) -> Any:
