@@ -12,7 +12,7 @@
 
 namespace fusegrad::cuda {
 
-/// The plan of a call on the current device, whose outputs and keys are not empty. A known call's is not made again.
+/// The plan of a call on the current device, whose lse and keys are not empty. A known call's is not made again.
 /// Raises ValueError and NotImplementedError where a call is too large or no tile fits the GPU.
 std::shared_ptr<const Plan<FlexForwardCall>> plan_of(const FlexForwardCall& call);
 std::shared_ptr<const Plan<FlexBackwardCall>> plan_of(const FlexBackwardCall& call);

@@ -113,7 +113,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
 
 std::vector<int> column_parts(int columns, int most) {
   // Parts alike are one kernel.
-  const int count = std::max(1, ceil_div(columns, most)), each = round_up(ceil_div(columns, count), 16);
+  const int count = std::max(1, ceil_div(columns, most)), each = std::max(16, round_up(ceil_div(columns, count), 16));
   std::vector<int> parts;
   for (int first = 0; first == 0 || first < columns; first += each) parts.push_back(std::min(each, columns - first));
   return parts;
