@@ -61,6 +61,25 @@ PairProjectionGradients empty_projection_gradients(const PairProjectionBackward&
           made(4, c.of.projection_bias)};
 }
 
+// The tangents of PyTorch's norms are float32 on CUDA where their inputs are not, which linear() refuses.
+Tensor normed_by_parts(const PairProjection& c) {
+  const auto pair = c.pair.to(acc_type(c.pair.scalar_type()));
+  const auto centered = c.centered ? pair - pair.mean(-1, /*keepdim=*/true) : pair;
+  auto normed = centered * (centered.square().mean(-1, /*keepdim=*/true) + c.eps).rsqrt();
+  if (c.norm_weight) normed = normed * *c.norm_weight;
+  if (c.norm_bias) normed = normed + *c.norm_bias;
+  return normed.to(c.pair.scalar_type());
+}
+
+Tensor normed_pair(const PairProjection& c) {
+  if (acc_type(c.pair.scalar_type()) != c.pair.scalar_type() && is_transformed(tensors_of(c))) {
+    return normed_by_parts(c);
+  }
+  const std::array channels{c.pair.sym_size(3)};
+  return c.centered ? at::layer_norm_symint(c.pair, channels, c.norm_weight, c.norm_bias, c.eps)
+                    : at::rms_norm_symint(c.pair, channels, c.norm_weight, c.eps);
+}
+
 Tensor forward_of_formula(const PairProjection& c) { return pair_projection_formula(c).contiguous(); }
 
 PairProjectionGradients backward_of_formula(const PairProjectionBackward& c) {
@@ -134,10 +153,7 @@ Tensor pair_projection_op(const PairProjection& c) {
 }  // namespace
 
 Tensor pair_projection_formula(const PairProjection& c) {
-  const std::array channels{c.pair.sym_size(3)};
-  const auto normed = c.centered ? at::layer_norm_symint(c.pair, channels, c.norm_weight, c.norm_bias, c.eps)
-                                 : at::rms_norm_symint(c.pair, channels, c.norm_weight, c.eps);
-  return at::linear(normed, c.projection_weight, c.projection_bias).permute({0, 3, 1, 2});
+  return at::linear(normed_pair(c), c.projection_weight, c.projection_bias).permute({0, 3, 1, 2});
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {

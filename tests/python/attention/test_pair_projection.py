@@ -165,6 +165,25 @@ def test_transforms(device: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_tangents_of_16_bits(device: str, dtype: torch.dtype, centered: bool) -> None:
+    """Of PyTorch's formula they are refused on CUDA."""
+    inputs = drawn((2, 3, 5, 64, 4), device, dtype, "" if centered else "norm_bias")
+    given = [t.detach() for t in inputs if t is not None]
+    moving = [torch.randn_like(t) for t in given]
+
+    def out(f: Callable[..., Tensor], *t: Tensor) -> Tensor:
+        return f(*t[:2], t[2] if centered else None, *t[-2:], EPS, centered)
+
+    wide = [tuple(t.double() for t in tensors) for tensors in (given, moving)]
+    truth = torch.func.jvp(lambda *t: out(plain, *t), *wide)
+    for x, y in zip(torch.func.jvp(lambda *t: out(projection, *t), tuple(given), tuple(moving)), truth, strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=float(y.abs().max()) * 2e-2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
