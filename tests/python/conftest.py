@@ -14,6 +14,9 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Processes share a GPU, and JAX takes three quarters of its memory when it begins.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # TorchInductor's own vectors are not what is tested: without them, and without the programs that ask the compiler for
 # them and the processes that would compile, its code takes a third of the time to compile.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")

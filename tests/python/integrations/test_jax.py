@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from coverings import rows_of
 
-# Before JAX makes its devices: four of the CPU, programs that compile fast, no more memory of a GPU than is asked for.
+# Before JAX makes its devices: four of the CPU, programs that compile fast.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 )
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax")
 export = pytest.importorskip("jax.export")
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-# Before JAX makes its devices: four of the CPU, programs that compile fast, no more memory of a GPU than is asked for.
+# Before JAX makes its devices: four of the CPU, programs that compile fast.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 )
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax")
 
 import fusegrad.jax as fj  # noqa: E402
