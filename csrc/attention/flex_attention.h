@@ -27,6 +27,9 @@ enum FlexAuxBit : int64_t {
   kFlexInvariant = 16,  ///< results of a query have the same bits whatever other queries, heads and batches there are
 };
 
+/// The largest D and E for which CUDA has kernels.
+inline constexpr int64_t kMostHeadOnCuda = 576, kMostValueOnCuda = 512;
+
 /// A score_mod or mask_mod: its canonical text, and what the text calls @0, @1, … and $0, $1, …
 struct CapturedMod {
   std::string_view text;  ///< empty: none

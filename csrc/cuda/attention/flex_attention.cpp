@@ -7,6 +7,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "attention/flex_attention.h"
+#include "common/error.h"
 #include "common/process.h"
 
 namespace fusegrad::cuda {
@@ -45,6 +47,15 @@ class Known {
   std::unordered_map<Key, Kept, KeyHash> plans_;
 };
 
+void check_head_sizes(const FlexShape& shape) {
+  const auto check = [](const char* name, int64_t size, int64_t most) {
+    FUSEGRAD_CHECK(NotImplementedError, size <= most, "flex_attention: ", name, " must have a head size of at most ",
+                   most, " on CUDA, but got ", size);
+  };
+  check("query", shape.head_size, kMostHeadOnCuda);
+  check("value", shape.value_size, kMostValueOnCuda);
+}
+
 bool prints_plans() {
   const char* value = std::getenv("FUSEGRAD_PRINT_PLANS");
   return value != nullptr && std::string_view(value) == "1";
@@ -55,6 +66,7 @@ std::shared_ptr<const Plan<Call>> known_or_made(const char* name, const Call& ca
   auto& known = of_this_process<Known<Call>>();
   Key key{asked_of(call), Gpu::current()};
   if (auto plan = known.find(key)) return plan;
+  check_head_sizes(key.asked.shape);
   auto plan = std::make_shared<const Plan<Call>>(make(key.asked, key.gpu));
   if (prints_plans()) std::fputs(printed(name, *plan).c_str(), stderr);
   return known.keep(std::move(key), std::move(plan));

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/flex_attention.h"
 #include "pytorch/attention/flex_attention.h"
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/inplace.h"
@@ -59,9 +60,9 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
                        "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
                        value.sym_sizes().slice(0, 3));
   if (query.is_cuda()) {
-    constexpr int64_t kMostHead = 576, kMostValue = 512;
     for (const auto& [name, t, most] :
-         {std::tuple<const char*, const Tensor&, int64_t>{"query", query, kMostHead}, {"value", value, kMostValue}}) {
+         {std::tuple<const char*, const Tensor&, int64_t>{"query", query, kMostHeadOnCuda},
+          {"value", value, kMostValueOnCuda}}) {
       TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= most, kOp, ": ", name, " must have a head size of at most ", most,
                                   " on CUDA, but got ", t.sym_size(3));
     }
@@ -218,7 +219,7 @@ FlexTuple flex_attention_op(const FlexAttentionCall& call) {
     scores.dropout_p = dropout_p;
     scores.dropout_seed = dropout_seed_for(query);
   }
-  const int64_t bits = aux | (batch_invariant ? kFlexInvariant : 0);
+  const int64_t bits = aux | (batch_invariant ? int64_t{kFlexInvariant} : 0);
   auto out = autograd::flex_attention(q, k, v, scores, bits, ordered, overwrite);
   if (!out.max_scores.defined()) out.max_scores = at::empty({0}, out.lse.options().requires_grad(false));
   return {out.out, out.lse, out.max_scores};

@@ -63,8 +63,8 @@ def flex_attention(
     tracers, as a bias that a layer makes inside ``jit`` and ``grad``. See docs/jax.md.
 
     Args:
-        query: ``[B, H, M, D]``; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D and E are at most 256.
-            Products of float32 have its accuracy whatever ``jax.default_matmul_precision`` says.
+        query: ``[B, H, M, D]``; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D is at most 576 and E
+            at most 512. Products of float32 have its accuracy whatever ``jax.default_matmul_precision`` says.
         key: ``[B or 1, Hkv, N, D]``, of the query's dtype.
         value: ``[B or 1, Hkv, N, E]``.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` of scalars.

@@ -12,6 +12,7 @@ from jax_attention_support import (  # first: it says what devices JAX makes
     DEVICES,
     FIELD,
     MODS,
+    OP,
     Maker,
     Sizes,
     attend,
@@ -151,6 +152,36 @@ def test_a_block_mask_is_a_pytree() -> None:
     for e in range(2):
         right = plain(q, k, v, None, lambda b, h, i, j, e=e: j <= i + limits[e, b])[0]
         close("cpu", found[e], right)
+
+
+WIDE = [Sizes(D=512, E=512), Sizes(D=576, E=512, key_heads=1, key_batch=1), Sizes(D=300, E=257)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", WIDE, ids=str)
+@everywhere
+def test_wide_heads(device: str, sizes: Sizes, dtype: str) -> None:
+    """Heads of more than 256 columns, for which a GPU's kernels compute parts; forward mode too."""
+    n, make = sizes, Maker(device, dtype)
+    captured, mod = triangle(make, n)
+    inputs = (*tensors(make, n), *captured)
+    grouped = {"enable_gqa": n.key_heads != n.H}
+    formula = lambda q, k, v, *captured: plain(q, k, v, mod(*captured))  # noqa: E731
+    compare(lambda q, k, v, *c: attend(q, k, v, mod(*c), **grouped), formula, [*inputs], upstream_of(make, n))
+    if dtype == "float32":
+        moving = tuple(make(*x.shape) for x in inputs)
+        ours = lambda q, k, v, *captured: flex_attention(q, k, v, mod(*captured), **grouped)  # noqa: E731
+        right = jax.jvp(lambda *x: formula(*x)[0], inputs, moving)[1]
+        close(device, jax.jvp(ours, inputs, moving)[1], right, 2e-4)
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d == "cuda"])
+def test_heads_that_are_too_wide_for_a_gpu(device: str) -> None:
+    wide, narrow = (Maker(device, "float32")(1, 1, 16, size) for size in (577, 513))
+    with pytest.raises(NotImplementedError, match=f"{OP}: query must have a head size of at most 576 on CUDA, but got 577"):
+        flex_attention(wide, wide, narrow)
+    with pytest.raises(NotImplementedError, match=f"{OP}: value must have a head size of at most 512 on CUDA, but got 513"):
+        flex_attention(narrow, narrow, narrow)
 
 
 @each_of(
