@@ -178,7 +178,7 @@ def _attend(
     query, key, value = t.query, t.key, t.value
     batch, heads, rows, _ = query.shape
     key_heads, keys = key.shape[1:3]
-    group = heads // key_heads
+    group = heads // max(key_heads, 1)
     sizes = (batch, heads, rows, keys)
     places = []
     for dim, (size, start) in enumerate(((batch, 0), (heads, 0), (rows, first), (keys, 0))):

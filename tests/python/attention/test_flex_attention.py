@@ -572,8 +572,8 @@ def test_as_pytorch_has_it() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(0, 2, 3, 4, 8, 8), Sizes(2, 2, 0, 4, 8, 8), Sizes(2, 2, 3, 0, 8, 8), Sizes(2, 2, 3, 4, 8, 0)],
-    ids=["no batch", "no query", "no key", "no value size"],
+    [Sizes(*sizes) for sizes in ((0, 2, 3, 4, 8, 8), (2, 0, 3, 4, 8, 8), (2, 2, 0, 4, 8, 8), (2, 2, 3, 0, 8, 8), (2, 2, 3, 4, 8, 0))],
+    ids=["no batch", "no head", "no query", "no key", "no value size"],
 )
 def test_empty(sizes: Sizes) -> None:
     q, k, v = sizes.tensors(torch.float32)
@@ -582,9 +582,12 @@ def test_empty(sizes: Sizes) -> None:
     assert out.shape == (*q.shape[:3], v.size(3)) and not out.any()
     if sizes.N == 0:
         assert (aux.lse == -math.inf).all()
-    grads = torch.autograd.grad(out.sum(), (q, k, v, bias))
-    assert not any(g.any() for g in grads)
-    if sizes.M and sizes.N and sizes.B:
+    grads = torch.autograd.grad(out.sum(), (q, k, v, bias), create_graph=True)
+    second = torch.autograd.grad([g.square().sum() for g in grads], (q, k, v, bias), allow_unused=True)
+    assert not any(g.any() for g in (*grads, *second) if g is not None)
+    moved = torch.func.jvp(lambda *t: flex_attention(*t), *[tuple(t.detach() for t in (q, k, v))] * 2)
+    assert all(t.shape == out.shape and not t.any() for t in moved)
+    if sizes.M and sizes.N and sizes.B and sizes.H:
         mask = block_mask(causal, sizes.M, sizes.N)
         assert flex_attention(q, k, v, block_mask=mask).shape == out.shape
 
