@@ -572,7 +572,13 @@ def test_as_pytorch_has_it() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [Sizes(*sizes) for sizes in ((0, 2, 3, 4, 8, 8), (2, 0, 3, 4, 8, 8), (2, 2, 0, 4, 8, 8), (2, 2, 3, 0, 8, 8), (2, 2, 3, 4, 8, 0))],
+    [
+        Sizes(0, 2, 3, 4, 8, 8),
+        Sizes(2, 0, 3, 4, 8, 8),
+        Sizes(2, 2, 0, 4, 8, 8),
+        Sizes(2, 2, 3, 0, 8, 8),
+        Sizes(2, 2, 3, 4, 8, 0),
+    ],
     ids=["no batch", "no head", "no query", "no key", "no value size"],
 )
 def test_empty(sizes: Sizes) -> None:
