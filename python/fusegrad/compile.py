@@ -19,7 +19,7 @@ from .score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_
 __all__ = ["compile_flex"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_HEAD = {"head_size": 576, "value_size": 512}
+_MOST_HEAD = {"head_size": _C.FLEX_MOST_HEAD_ON_CUDA, "value_size": _C.FLEX_MOST_VALUE_ON_CUDA}
 
 # What decides between kernels beside the lengths: how many CTAs there are and whether batches fill the GPU. Calls of
 # other sizes find their kernels among those of these, or compile one more.

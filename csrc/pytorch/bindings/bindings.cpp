@@ -40,6 +40,8 @@ void bind(py::Module m) {
   m.value("FLEX_MAX_SCORES", int64_t{fusegrad::kFlexMaxScores});
   m.value("FLEX_LOW", int64_t{fusegrad::kFlexLow});
   m.value("FLEX_INVARIANT", int64_t{fusegrad::kFlexInvariant});
+  m.value("FLEX_MOST_HEAD_ON_CUDA", fusegrad::kMostHeadOnCuda);
+  m.value("FLEX_MOST_VALUE_ON_CUDA", fusegrad::kMostValueOnCuda);
   fusegrad::score_mod::bind(
       m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/design/score_mod.md."));
   fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/design/jit.md."));

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from .. import _C
 from .._eager import eager_only
 from .._transforms import as_autocast_wants
 from ..score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
@@ -47,6 +48,17 @@ class Part:
     starts: Starts = field(default_factory=Starts)
     lengths: tuple[int, int] | None = None
     moved: tuple[str, ...] = ()
+
+
+def _check_cuda(query: Tensor, value: Tensor) -> None:
+    """Before anything is sent: the op would raise when other processes wait."""
+    if query.dtype == torch.float64:
+        raise NotImplementedError(f"{OP}: query must be float32, bfloat16 or float16 on CUDA, but got {query.dtype}")
+    for name, t, most in (("query", query, _C.FLEX_MOST_HEAD_ON_CUDA), ("value", value, _C.FLEX_MOST_VALUE_ON_CUDA)):
+        if t.shape[3] > most:
+            raise NotImplementedError(
+                f"{OP}: {name} must have a head size of at most {most} on CUDA, but got {t.shape[3]}"
+            )
 
 
 class _Attention(torch.autograd.Function):
@@ -190,11 +202,8 @@ class _Prepared:
                 raise ValueError(
                     f"{OP}: {name} must have this process's {own} positions of {context!r}, but got {t.shape[2]}"
                 )
-        if query.is_cuda and (query.dtype == torch.float64 or max(query.shape[3], value.shape[3]) > 256):
-            raise NotImplementedError(
-                f"{OP}: on CUDA query must be float32, bfloat16 or float16 with head sizes of at most 256, but got "
-                f"{query.dtype} and {max(query.shape[3], value.shape[3])}"
-            )
+        if query.is_cuda:
+            _check_cuda(query, value)
         score = None if score_mod is None else trace_score_mod(score_mod, device=query.device)
         own_mask = block_mask is not None and is_own(block_mask, (query.shape[2], lengths[1]), lengths)
         mask = None

@@ -60,8 +60,10 @@ def close(ours: Tensor, truth: Tensor, what: str) -> None:
     )
 
 
-def inputs(length: int = S, dtype: torch.dtype = WIDEST, heads: int = HKV, batch: int = B) -> list[Tensor]:
-    shapes = (B, H, length, D), (batch, heads, length, D), (batch, heads, length, E)
+def inputs(
+    length: int = S, dtype: torch.dtype = WIDEST, heads: int = HKV, batch: int = B, sizes: tuple[int, int] = (D, E)
+) -> list[Tensor]:
+    shapes = (B, H, length, sizes[0]), (batch, heads, length, sizes[0]), (batch, heads, length, sizes[1])
     return [torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
@@ -288,7 +290,7 @@ def sent() -> Iterator[list[int]]:
 
 @case
 def shapes(group: Any) -> None:
-    """Other dtypes, one batch of keys for all, as many key heads as heads; wanted gradients of some only."""
+    """Other dtypes, one batch of keys for all, as many key heads as heads, wide ones; wanted gradients of some only."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found = classes(dtype)
         for way in ("gather", "ring"):
@@ -299,6 +301,9 @@ def shapes(group: Any) -> None:
         context = ContextParallel(group, length=S, way=way)
         compare(f"one batch {way}", context, inputs(batch=1))
         compare(f"heads {way}", context, inputs(heads=H), scale=0.7)
+        wide = inputs(dtype=torch.float32, sizes=(576, 512))
+        score_mod, captured = classes(torch.float32)["D"]
+        compare(f"wide heads {way}", context, wide, score_mod, block_mask(causal, S), captured)
         for chosen in range(4):
             score_mod, captured = classes(WIDEST)["B"]
             parts = [context.shard(t, 2).detach() for t in inputs()]
