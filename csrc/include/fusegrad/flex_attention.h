@@ -82,8 +82,9 @@ struct FlexAttentionOutput {
 /// s = score_mod(scale * query key^T), out = softmax(s) value over the keys that take part; 0 where there is none.
 /// A drop-in for torch.nn.attention.flex_attention.flex_attention.
 ///
-/// query [B, H, M, D], key [B or 1, Hkv, N, D], value [B or 1, Hkv, N, E]; float64, float32, bfloat16 or float16, any
-/// strides. Returns [B, H, M, E] in the query's dtype, its dimensions in the order of the query's strides.
+/// query [B, H, M, D], key [B or 1, Hkv, N, D], value [B or 1, Hkv, N, E]; float32, bfloat16 or float16, on the CPU
+/// float64 too; any strides. On CUDA D is at most 576 and E at most 512. Returns [B, H, M, E] in the query's dtype, its
+/// dimensions in the order of the query's strides.
 /// Raises c10::ValueError, c10::TypeError or c10::NotImplementedError as `flex_attention: what must hold, but got
 /// <value>`, and c10::IndexError where a captured tensor is read out of range by a pair that takes part.
 at::Tensor flex_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
