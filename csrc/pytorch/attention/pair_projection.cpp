@@ -61,19 +61,26 @@ PairProjectionGradients empty_projection_gradients(const PairProjectionBackward&
           made(4, c.of.projection_bias)};
 }
 
-// The tangents of PyTorch's norms are float32 on CUDA where their inputs are not, which linear() refuses.
-Tensor normed_by_parts(const PairProjection& c) {
-  const auto pair = c.pair.to(acc_type(c.pair.scalar_type()));
-  const auto centered = c.centered ? pair - pair.mean(-1, /*keepdim=*/true) : pair;
-  auto normed = centered * (centered.square().mean(-1, /*keepdim=*/true) + c.eps).rsqrt();
-  if (c.norm_weight) normed = normed * *c.norm_weight;
-  if (c.norm_bias) normed = normed + *c.norm_bias;
-  return normed.to(c.pair.scalar_type());
-}
+// The norm in acc without its weight and bias, and the rate by which each row was multiplied.
+struct Norm {
+  Tensor rows, rate;
+  explicit Norm(const PairProjection& c) {
+    const auto pair = c.pair.to(acc_type(c.pair.scalar_type()));
+    const auto centered = c.centered ? pair - pair.mean(-1, /*keepdim=*/true) : pair;
+    rate = (centered.square().mean(-1, /*keepdim=*/true) + c.eps).rsqrt();
+    rows = centered * rate;
+  }
+  // With its weight and bias.
+  Tensor result(const PairProjection& c) const {
+    const auto scaled = c.norm_weight ? rows * *c.norm_weight : rows;
+    return c.norm_bias ? scaled + *c.norm_bias : scaled;
+  }
+};
 
 Tensor normed_pair(const PairProjection& c) {
+  // On CUDA tangents of PyTorch's norms are float32 where their inputs have 16 bits, and linear() raises an error.
   if (acc_type(c.pair.scalar_type()) != c.pair.scalar_type() && is_transformed(tensors_of(c))) {
-    return normed_by_parts(c);
+    return Norm(c).result(c).to(c.pair.scalar_type());
   }
   const std::array channels{c.pair.sym_size(3)};
   return c.centered ? at::layer_norm_symint(c.pair, channels, c.norm_weight, c.norm_bias, c.eps)
@@ -85,26 +92,20 @@ Tensor forward_of_formula(const PairProjection& c) { return pair_projection_form
 PairProjectionGradients backward_of_formula(const PairProjectionBackward& c) {
   const auto& of = c.of;
   const auto acc = acc_type(of.pair.scalar_type());
-  const auto pair = of.pair.to(acc);
-  const auto centered = of.centered ? pair - pair.mean(-1, true) : pair;
-  const auto rate = (centered.square().mean(-1, true) + of.eps).rsqrt();
-  const auto x = centered * rate;
+  const Norm norm(of);
+  const auto &x = norm.rows, &rate = norm.rate;
   // [H, B M N] and [B M N, c].
   const auto grad = c.grad.to(acc).movedim(1, 0).flatten(1);
   const auto weight = of.projection_weight.to(acc);
   const auto d = grad.mT().matmul(weight).view_as(x);
-  const auto norm_weight = of.norm_weight ? of.norm_weight->to(acc) : at::ones({of.pair.size(3)}, pair.options());
   const auto made = [&](size_t i, const auto& value) {
     return c.needs_grad[i] ? value().to(of.pair.scalar_type()) : at::empty({0}, of.pair.options());
   };
   const auto to_pair = [&] {
-    const auto by_norm = d * norm_weight, slope = (by_norm * x).mean(-1, true);
+    const auto by_norm = of.norm_weight ? d * *of.norm_weight : d, slope = (by_norm * x).mean(-1, true);
     return rate * ((of.centered ? by_norm - by_norm.mean(-1, true) : by_norm) - x * slope);
   };
-  const auto to_projection = [&] {
-    const auto by_norm = x * norm_weight;
-    return grad.matmul((of.norm_bias ? by_norm + *of.norm_bias : by_norm).flatten(0, 2));
-  };
+  const auto to_projection = [&] { return grad.matmul(norm.result(of).flatten(0, 2)); };
   return {made(0, to_pair), made(1, [&] { return (d * x).sum({0, 1, 2}); }), made(2, [&] { return d.sum({0, 1, 2}); }),
           made(3, to_projection), made(4, [&] { return grad.sum(1); })};
 }

@@ -169,7 +169,7 @@ def test_transforms(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_tangents_of_16_bits(device: str, dtype: torch.dtype, centered: bool) -> None:
-    """Of PyTorch's formula they are refused on CUDA."""
+    """On CUDA PyTorch raises an error for those of the plain formula."""
     inputs = drawn((2, 3, 5, 64, 4), device, dtype, "" if centered else "norm_bias")
     given = [t.detach() for t in inputs if t is not None]
     moving = [torch.randn_like(t) for t in given]
