@@ -51,7 +51,7 @@ class Part:
 
 
 def _check_cuda(query: Tensor, value: Tensor) -> None:
-    """Before anything is sent: the op would raise when other processes wait."""
+    """Raises what the op would raise, before anything is sent."""
     if query.dtype == torch.float64:
         raise NotImplementedError(f"{OP}: query must be float32, bfloat16 or float16 on CUDA, but got {query.dtype}")
     for name, t, most in (("query", query, _C.FLEX_MOST_HEAD_ON_CUDA), ("value", value, _C.FLEX_MOST_VALUE_ON_CUDA)):

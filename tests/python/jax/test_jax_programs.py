@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from coverings import rows_of
-from jax_attention_support import (  # first: it says what devices JAX makes
+from jax_attention_support import (
     OP,
     case,
     close,

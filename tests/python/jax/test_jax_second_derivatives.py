@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from coverings import rows_of
-from jax_attention_support import (  # first: it says what devices JAX makes
+from jax_attention_support import (
     OP,
     Maker,
     Sizes,

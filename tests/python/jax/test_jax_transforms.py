@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from jax_attention_support import (  # first: it says what devices JAX makes
+from jax_attention_support import (
     OP,
     Maker,
     Sizes,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-# Before JAX makes its devices: four of the CPU, programs that compile fast.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-)
 jax = pytest.importorskip("jax")
 
 import fusegrad.jax as fj  # noqa: E402
